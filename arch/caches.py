@@ -1,0 +1,88 @@
+"""The tensors that outlive a step: paged KV for full attention, slots of state for Gated DeltaNet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mstar.loader.config import ModelConfig
+
+# Slot 0 and block 0 are sinks: padding rows read and write them, no request owns them.
+SINK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCache:
+    """One full-attention layer's paged KV on this rank.
+
+    k: [blocks, kv_heads, head_dim, block_size], model dtype: keys of a block lie side by side, so scores of
+       a block are a broadcast of q against contiguous keys, without sums across lanes.
+    v: [blocks, kv_heads, block_size, head_dim], model dtype.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GdnCache:
+    """One Gated DeltaNet layer's state slots on this rank.
+
+    state: [slots, value_heads, key_dim, value_dim] float32, S of the delta rule.
+    conv: [slots, width - 1, conv_channels] model dtype, the last inputs of the causal conv, oldest first.
+    """
+
+    state: torch.Tensor
+    conv: torch.Tensor
+
+
+LayerCache = AttentionCache | GdnCache
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Bytes on one rank: of one KV block over all layers, and of one GDN slot over all layers."""
+
+    block_bytes: int
+    slot_bytes: int
+
+
+def cache_sizes(config: ModelConfig, tp_size: int, dtype: torch.dtype, block_size: int) -> CacheSizes:
+    """What a block and a slot cost on each rank of a mesh of `tp_size`."""
+    local = config.local(tp_size)
+    full = config.layer_types.count("full_attention")
+    linear = len(config.layer_types) - full
+    item = dtype.itemsize
+    block = full * 2 * local.kv_heads * config.head_dim * block_size * item
+    state = local.linear_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
+    conv = (config.linear_conv_kernel_dim - 1) * local.conv_channels * item
+    return CacheSizes(block_bytes=block, slot_bytes=linear * (state + conv))
+
+
+def allocate_caches(
+    config: ModelConfig,
+    tp_size: int,
+    *,
+    blocks: int,
+    block_size: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[LayerCache]:
+    """Zeroed caches of every layer in order. `blocks` and `slots` count the sinks."""
+    local = config.local(tp_size)
+    caches: list[LayerCache] = []
+    for kind in config.layer_types:
+        if kind == "full_attention":
+            heads, dim = local.kv_heads, config.head_dim
+            k = torch.zeros(blocks, heads, dim, block_size, dtype=dtype, device=device)
+            v = torch.zeros(blocks, heads, block_size, dim, dtype=dtype, device=device)
+            caches.append(AttentionCache(k, v))
+        else:
+            state_shape = (slots, local.linear_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+            state = torch.zeros(state_shape, dtype=torch.float32, device=device)
+            width = config.linear_conv_kernel_dim - 1
+            conv = torch.zeros(slots, width, local.conv_channels, dtype=dtype, device=device)
+            caches.append(GdnCache(state, conv))
+    return caches
