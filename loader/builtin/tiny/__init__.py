@@ -1,0 +1,1 @@
+"""The folder of `builtin:tiny`; see README.md beside this file."""
