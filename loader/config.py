@@ -205,8 +205,8 @@ def _check_architecture(top: Mapping[str, Any], nested: Mapping[str, Any] | None
 def _flatten(top: Mapping[str, Any], nested: Mapping[str, Any] | None) -> dict[str, Any]:
     """The text model's fields in one map, today's and older spellings folded into one name each.
 
-    The text level wins over the top one where checkpoints write a field at either (tying, dtype). A config that
-    names no dtype is read as bf16, in which the family is published.
+    The text level wins over the top one where checkpoints write a field at either (tying, dtype). A config
+    that names no dtype is read as bf16, in which the family is published.
     """
     text = dict(top if nested is None else nested)
     for name, *spellings in (("tie_word_embeddings",) * 2, ("dtype", "dtype", "torch_dtype")):

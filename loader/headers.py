@@ -62,7 +62,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of the trunk, in order: the single file, those of the index, or all but sidecars."""
+    """The safetensors files of the trunk: the single file, those of the index, or all but sidecars."""
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
     if (directory / _INDEX).is_file():
@@ -83,7 +83,7 @@ def find_sidecar(directory: str | Path) -> Path | None:
 
 
 def read_tensors(directory: str | Path) -> dict[str, TensorInfo]:
-    """Every tensor of the trunk's files by the name it has there. With an index, those that the index lists."""
+    """Every tensor of the trunk's files by its name there; with an index, those that the index lists."""
     directory = Path(directory)
     files = weight_files(directory)
     indexed = _weight_map(directory) if files != [directory / _SINGLE] and _has_index(directory) else None
