@@ -1,0 +1,99 @@
+"""Gumbel noise that depends on (seed, position, token id) and on nothing else.
+
+The bits come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the
+64-bit seed is its key, the counter names four neighbouring token ids at one position. Whoever computes a
+token's noise, in whatever batch, order or shard, gets the same bits, so argmax(logits / temperature + noise)
+draws the same token there (the Gumbel-max trick), and a speculative step draws what a plain one would.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+# The counter's last word. Another use of a request's seed takes another constant.
+_TOKEN_NOISE = 0x746F6B6E
+
+# Counters a pass: 16k int64 words are 128 KiB a temporary, so a round's handful stays in a core's cache
+# (248,320 ids, one thread: 6.6 ms; with 4k counters a pass 13.4 ms, all in one pass 7.6 ms and 20 MB more).
+_CHUNK = 16384
+
+_Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox4x32(counter: _Words, key: tuple[torch.Tensor, torch.Tensor]) -> _Words:
+    """Ten rounds of Philox4x32. Words are int64 tensors holding 32-bit values, and broadcast.
+
+    Integer multiplies, shifts and exclusive ors only: the same bits on every device. A product of two words
+    wraps around in int64, which leaves its 64 bits right; the mask after the shift drops the sign's copies.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        p0 = c0 * _MULTIPLIERS[0]
+        p1 = c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) ^ c1 ^ k0).bitwise_and_(_MASK),
+            p1 & _MASK,
+            ((p0 >> 32) ^ c3 ^ k1).bitwise_and_(_MASK),
+            p0 & _MASK,
+        )
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Noise of every token id.
+
+    seeds: [rows] int64, the 64 bits of each row's seed. positions: [rows] int64.
+    Returns [rows, vocab_size] float32 on the seeds' device.
+    """
+    groups = -(-vocab_size // 4)
+    rows = seeds.shape[0]
+    noise = torch.empty(rows, groups, 4, dtype=torch.float32, device=seeds.device)
+    step = max(256, _CHUNK // max(1, rows))
+    for first in range(0, groups, step):
+        last = min(first + step, groups)
+        group = torch.arange(first, last, device=seeds.device).unsqueeze(0)
+        part = noise[:, first:last]
+        for lane, word in enumerate(_bits(seeds, positions, group)):
+            part[..., lane] = word
+        _to_gumbel(part)
+    return noise.view(rows, groups * 4)[:, :vocab_size]
+
+
+def gumbel_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Noise of some token ids: the values that `gumbel` has in those columns.
+
+    seeds, positions: [rows] int64. token_ids: [rows, n] int64. Returns [rows, n] float32.
+    """
+    words = torch.stack(_bits(seeds, positions, token_ids >> 2), dim=-1)
+    word = words.gather(-1, (token_ids & 3).unsqueeze(-1)).squeeze(-1)
+    return _to_gumbel(word.to(torch.float32))
+
+
+def _bits(seeds: torch.Tensor, positions: torch.Tensor, group: torch.Tensor) -> _Words:
+    """The four words of each group of four token ids; group: [1 or rows, n] int64, a token id over 4."""
+    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
+    constant = torch.full_like(positions, _TOKEN_NOISE)
+    counter = (group, positions & _MASK, (positions >> 32) & _MASK, constant)
+    return philox4x32(counter, (seeds & _MASK, (seeds >> 32) & _MASK))
+
+
+def _to_gumbel(word: torch.Tensor) -> torch.Tensor:
+    """Turns uniform words into Gumbel noise in place: E = -log1p(-v) is exponential, -log(E) is Gumbel.
+
+    word: float32 holding integers below 2^32. The winner of an argmax nearly always has a large noise, that
+    is an E close to 0, and there the noise must be fine: -log(u) of a float32 u near 1 would know E only in
+    steps of 2^-24, and two of 248,320 ids would tie all the time. With v near 0 the float32 keeps all 24
+    bits, log1p keeps them in E, and E goes down to 2^-33. At the other end v is held below 1, where E would
+    be infinite.
+    """
+    v = word.add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
+    exponential = v.neg_().log1p_().neg_()
+    return exponential.log_().neg_()

@@ -1,0 +1,178 @@
+"""What the sampler knows of each slot: how its request draws, and how far it is.
+
+Values live in tensors on the device, one entry a slot, so that a step reads and moves them without the host.
+What the host must know to choose a step's work (who is greedy, who has filters) is kept beside them in sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+import torch
+
+from mstar.ranks.messages import SamplingParams
+
+# Codes of a step's `finish`, and what the protocol calls them.
+RUNNING, STOP, LENGTH = 0, 1, 2
+FINISH_REASONS: tuple[str | None, ...] = (None, "stop", "length")
+
+# Below this a temperature draws greedily (as in vLLM): logits over it would leave no room for the noise.
+LEAST_TEMPERATURE = 1e-5
+# Above this a top-k is looked for in the sorted vocabulary: the best few no longer come cheaper.
+WIDEST_CANDIDATES = 256
+
+_NO_LIMIT = 2**62
+_FIRST_STOPS = 4
+
+
+class Draw(Enum):
+    """The least work that draws a slot's tokens; every way gives the same token."""
+
+    GREEDY = 0
+    OPEN = 1  # temperature alone
+    FLOOR = 2  # min-p, which needs only the maximum
+    NARROW = 3  # a top-k small enough to draw among the best tokens (CPU)
+    NUCLEUS = 4  # top-p without top-k (CPU)
+    SORTED = 5  # whatever is left, from the sorted vocabulary
+
+
+class Registers:
+    """Registers of `num_slots` slots, slot 0 included, which takes padding rows and belongs to no request."""
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        def per_slot(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        self.vocab_size = vocab_size
+        self.device = device
+        self.temperature = per_slot(0.0, torch.float32)
+        self.top_k = per_slot(0, torch.int64)
+        self.top_p = per_slot(1.0, torch.float32)
+        self.min_p = per_slot(0.0, torch.float32)
+        self.seed = per_slot(0, torch.int64)
+        self.generated = per_slot(0, torch.int64)
+        self.max_tokens = per_slot(_NO_LIMIT, torch.int64)
+        self.min_tokens = per_slot(0, torch.int64)
+        # Ids that end the request, padded with -1; as wide as the longest list so far.
+        self.stop_ids = torch.full((num_slots, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
+        self.in_think = per_slot(0, torch.bool)
+        self.think_count = per_slot(0, torch.int64)
+        self.think_cap = per_slot(_NO_LIMIT, torch.int64)
+        self.think_start = per_slot(-1, torch.int64)
+        self.think_end = per_slot(-1, torch.int64)
+
+        self.draw: list[Draw] = [Draw.GREEDY] * num_slots
+        self.narrow_k: list[int] = [0] * num_slots  # a NARROW slot's top-k
+        self.sampled: set[int] = set()
+        self.held_back: set[int] = set()  # with min_tokens
+        self.capped: set[int] = set()  # with max_think_tokens
+
+    def admit(self, slot: int, params: SamplingParams, output_ids: Sequence[int]) -> None:
+        """Sets a slot's registers as they stand after `output_ids`, which it drew before a preemption."""
+        draw = self._way(params)
+        self.draw[slot] = draw
+        if draw is not Draw.GREEDY:
+            self.sampled.add(slot)
+            self.narrow_k[slot] = params.top_k
+            self.temperature[slot] = params.temperature
+            self.top_k[slot] = params.top_k if params.top_k < self.vocab_size else 0
+            self.top_p[slot] = params.top_p
+            self.min_p[slot] = params.min_p
+            self.seed[slot] = _signed(params.seed)
+        stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
+        self._set_stops(slot, stops)
+        self.generated[slot] = len(output_ids)
+        self.max_tokens[slot] = params.max_tokens
+        if params.min_tokens > 0 and stops:
+            self.held_back.add(slot)
+            self.min_tokens[slot] = params.min_tokens
+        if params.max_think_tokens is not None and params.think_end_id is not None:
+            self._admit_think(slot, params, output_ids, params.max_think_tokens, params.think_end_id)
+
+    def release(self, slot: int) -> None:
+        """Makes a slot's rows as harmless as those of slot 0."""
+        self.draw[slot] = Draw.GREEDY
+        for members in (self.sampled, self.held_back, self.capped):
+            members.discard(slot)
+        self.stop_ids[slot] = -1
+        self.max_tokens[slot] = _NO_LIMIT
+
+    def advance(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Counts one token a row and says which rows it ends.
+
+        tokens, slots: [rows] int64. Returns [rows] int8: RUNNING, STOP or LENGTH; a stop id at the limit is
+        STOP.
+        """
+        generated = self.generated.index_select(0, slots).add_(1)
+        self.generated.index_copy_(0, slots, generated)
+        stop = (self.stop_ids.index_select(0, slots) == tokens.unsqueeze(1)).any(1)
+        finish = (generated >= self.max_tokens.index_select(0, slots)).to(torch.int8).mul_(LENGTH)
+        return finish.masked_fill_(stop, STOP)
+
+    def hold_back(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Takes the ids that would end a request from rows whose request is still below its min_tokens.
+
+        logits: [rows, vocab] float32. Returns them with -inf there; the argument is left as it is.
+        """
+        stops = self.stop_ids.index_select(0, slots)
+        early = self.generated.index_select(0, slots) < self.min_tokens.index_select(0, slots)
+        # Padding adds 0 to id 0, which is itself unless id 0 is a stop id too.
+        bar = torch.zeros(stops.shape, device=logits.device)
+        bar.masked_fill_((stops >= 0) & early.unsqueeze(1), -torch.inf)
+        return logits.scatter_add(1, stops.clamp(min=0), bar)
+
+    def force_think_end(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Replaces the token of rows that have thought up to their cap by the one that ends thinking."""
+        spent = self.think_count.index_select(0, slots) >= self.think_cap.index_select(0, slots)
+        spent &= self.in_think.index_select(0, slots)
+        return torch.where(spent, self.think_end.index_select(0, slots), tokens)
+
+    def count_thinking(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        """Moves the thinking registers past one token a row. The two marks themselves are not counted."""
+        inside = self.in_think.index_select(0, slots)
+        start = tokens == self.think_start.index_select(0, slots)
+        end = tokens == self.think_end.index_select(0, slots)
+        self.think_count.index_add_(0, slots, (inside & ~start & ~end).to(torch.int64))
+        self.in_think.index_copy_(0, slots, (inside | start) & ~end)
+
+    def _way(self, params: SamplingParams) -> Draw:
+        if params.temperature < LEAST_TEMPERATURE:
+            return Draw.GREEDY
+        top_k = 0 < params.top_k < self.vocab_size
+        on_cpu = self.device.type == "cpu"
+        if top_k:
+            return Draw.NARROW if on_cpu and params.top_k <= WIDEST_CANDIDATES else Draw.SORTED
+        if params.top_p < 1.0:
+            return Draw.NUCLEUS if on_cpu else Draw.SORTED
+        return Draw.FLOOR if params.min_p > 0.0 else Draw.OPEN
+
+    def _set_stops(self, slot: int, stops: Collection[int]) -> None:
+        missing = len(stops) - self.stop_ids.shape[1]
+        if missing > 0:
+            wider = self.stop_ids.new_full((self.stop_ids.shape[0], missing), -1)
+            self.stop_ids = torch.cat([self.stop_ids, wider], dim=1)
+        row = self.stop_ids.new_full((self.stop_ids.shape[1],), -1)
+        row[: len(stops)] = torch.tensor(list(stops), dtype=torch.int64)
+        self.stop_ids[slot] = row
+
+    def _admit_think(
+        self, slot: int, params: SamplingParams, output_ids: Sequence[int], cap: int, end_id: int
+    ) -> None:
+        inside, count = params.starts_in_think, 0
+        for token in output_ids:
+            marks = token == end_id or token == params.think_start_id
+            count += inside and not marks
+            inside = (inside or token == params.think_start_id) and token != end_id
+        self.capped.add(slot)
+        self.in_think[slot] = inside
+        self.think_count[slot] = count
+        self.think_cap[slot] = cap
+        self.think_start[slot] = -1 if params.think_start_id is None else params.think_start_id
+        self.think_end[slot] = end_id
+
+
+def _signed(seed: int) -> int:
+    """The low 64 bits of a seed as int64 holds them."""
+    bits = seed & (2**64 - 1)
+    return bits - 2**64 if bits >= 2**63 else bits
