@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from mstar.daemon.addresses import AddressError, parse_address, parse_host_port
 from mstar.daemon.devices import Platform, detect_platform, usable_cores
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 DEFAULT_BIND = "tcp://127.0.0.1:5570"
 DEFAULT_LINE = "tcp://127.0.0.1:5571"

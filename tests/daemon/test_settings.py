@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from mstar.daemon import settings as settings_module
 from mstar.daemon.addresses import AddressError, TcpAddress, UnixAddress, claim_unix_socket, parse_address
 from mstar.daemon.devices import detect_platform
