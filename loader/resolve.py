@@ -30,13 +30,13 @@ def resolve(model: str) -> Path:
         raise _refused(f"{shown(model)} names no model: give a directory, a hub id or builtin:tiny")
     if model.startswith("builtin:"):
         return _builtin(model.removeprefix("builtin:"))
-    path = Path(model).expanduser()
     try:
+        path = Path(model).expanduser()
         if path.is_dir():
             return path.resolve()
         exists = path.exists()
-    except OSError as error:  # a name too long for the file system, a directory that may not be read
-        raise _refused(f"cannot look at {shown(model)}: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # a name too long for the file system, a home of nobody
+        raise _refused(f"cannot look at {shown(model)}: {error}") from error
     if exists:
         raise _refused(f"{model} is a file: give the directory that holds config.json and the weights")
     if not _HUB_ID.fullmatch(model):
@@ -67,8 +67,9 @@ def _from_hub(model: str) -> Path:
         raise _refused(message) from error
     except errors.LocalEntryNotFoundError as error:
         message = (
-            f"{model} is neither a directory nor in the local cache, and the hub cannot be asked (HF_HUB_OFFLINE "
-            "is set or there is no network): download it once while online, or give a directory"
+            f"{model} is neither a directory nor in the local cache, and the hub cannot be asked "
+            "(HF_HUB_OFFLINE is set or there is no network): "
+            "download it once while online, or give a directory"
         )
         raise _refused(message) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:

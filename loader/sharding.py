@@ -1,8 +1,8 @@
 """How a mesh cuts the weights: one table that says, for every weight, which rows or columns a rank holds.
 
-A weight is cut along one dimension, which is a sequence of parts, and every part is cut by whole units (heads,
-channels, vocabulary rows) on its own: Q, K and V of one fused projection never cut at its midpoint. No torch
-here: the daemon checks a tp before any process is started.
+A weight is cut along one dimension, which is a sequence of parts, and every part is cut on its own by whole
+units (heads, channels, vocabulary rows): a fused projection of Q, K and V is never cut at its midpoint.
+No torch here: the daemon checks a tp before any process is started.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One row of the table. shape: of the whole weight. dim: the one that is cut; None = every rank holds all."""
+    """One row of the table. shape: of the whole weight. dim: the one that is cut, None if none is."""
 
     name: str  # as in checkpoints, without prefix; {i} is the layer
     layers: str | None  # LINEAR, FULL or "any" for layers' weights; None for the model's own

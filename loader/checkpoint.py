@@ -1,0 +1,136 @@
+"""Reads one rank's slices of a checkpoint into tensors. The only file of the loader that knows torch.
+
+Files are memory-mapped and copied in bounded pieces whose pages are handed back at once, so that a rank's
+peak is its shard and a few MiB, whatever the size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from mstar.loader.config import ModelConfig
+from mstar.loader.errors import LoadError, shown
+from mstar.loader.headers import TensorInfo
+from mstar.loader.manifest import Source, read_manifest
+from mstar.loader.sharding import check_tp, cut, local_shape
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+# Bytes of a file that are mapped in at a time: small beside any shard, large beside a system call.
+_PIECE_BYTES = 1 << 20
+
+Progress = Callable[[str, int, int, str], None]  # stage ("read"), done, total, unit ("bytes")
+
+
+def load_shard(
+    path: str | Path,
+    config: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    dtype: str | torch.dtype,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """The trunk's weights as rank `tp_rank` of `tp_size` holds them, on the CPU.
+
+    Keys are checkpoint names without prefix (`layers.3.mlp.up_proj.weight`), `lm_head.weight` only where it
+    is not the embedding's. Tensors are contiguous, own their memory, and have `dtype` ("bf16", "fp16", "fp32"
+    or torch's), but A_log and dt_bias float32; shapes are those of `sharding.local_shape`, vocabulary rows
+    past the end zero. `progress` is called after each weight. Raises LoadError as `read_manifest` and
+    `check_tp` do.
+    """
+    check_tp(config, tp_size)
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"rank {tp_rank} of {tp_size}")
+    wanted = _torch_dtype(dtype)
+    sources = sorted(read_manifest(path, config), key=lambda source: (source.info.file, source.info.offset))
+    total = sum(source.info.nbytes for source in sources)
+    done = 0
+    shard: dict[str, torch.Tensor] = {}
+    mapped: tuple[Path, mmap.mmap] | None = None
+    for source in sources:
+        if mapped is None or mapped[0] != source.info.file:
+            mapped = (source.info.file, _map(source.info.file))
+        shard[source.weight.name] = _read(mapped[1], source, config, tp_rank, tp_size, wanted)
+        done += source.info.nbytes
+        if progress is not None:
+            progress("read", done, total, "bytes")
+    return shard
+
+
+def _read(
+    data: mmap.mmap, source: Source, config: ModelConfig, tp_rank: int, tp_size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """One weight's slice, converted."""
+    weight, info = source.weight, source.info
+    shape = local_shape(weight, config, tp_rank, tp_size)
+    result = torch.empty(shape, dtype=torch.float32 if weight.rule.float32 else dtype)
+    taken = cut(weight.rule, config, tp_rank, tp_size)
+    if taken is None:
+        _copy_rows(data, info, (0, info.shape[0]), (0, math.prod(info.shape[1:])), result)
+        return result
+    if taken.padding:
+        result[taken.length - taken.padding :].zero_()
+    at = 0
+    for start, stop in taken.ranges:
+        part = result.narrow(taken.dim, at, stop - start)
+        if taken.dim == 0:
+            _copy_rows(data, info, (start, stop), (0, math.prod(info.shape[1:])), part)
+        else:
+            _copy_rows(data, info, (0, info.shape[0]), (start, stop), part)
+        at += stop - start
+    return result
+
+
+def _copy_rows(
+    data: mmap.mmap, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int], out: torch.Tensor
+) -> None:
+    """Copies `rows` x `columns` of a tensor in a file, seen as a matrix, to `out` piece by piece."""
+    if out.numel() == 0:
+        return
+    file_dtype = _FILE_DTYPES[info.dtype]
+    width = math.prod(info.shape[1:])
+    flat = out.view(rows[1] - rows[0], -1) if out.dim() != 2 else out
+    for first, count in _pieces(rows, width * file_dtype.itemsize):
+        offset = info.offset + first * width * file_dtype.itemsize
+        # private pages: torch wants a writable buffer, and nothing is ever written
+        piece = torch.frombuffer(data, dtype=file_dtype, count=count * width, offset=offset).view(
+            count, width
+        )
+        flat[first - rows[0] : first - rows[0] + count].copy_(piece[:, columns[0] : columns[1]])
+        del piece
+        _release(data, offset, count * width * file_dtype.itemsize)
+
+
+def _pieces(rows: tuple[int, int], row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of pieces of about _PIECE_BYTES."""
+    step = max(1, _PIECE_BYTES // row_bytes)
+    for first in range(rows[0], rows[1], step):
+        yield first, min(step, rows[1] - first)
+
+
+def _map(file: Path) -> mmap.mmap:
+    try:
+        with file.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise LoadError("validation", f"cannot map {file}: {error}", "model") from error
+
+
+def _release(data: mmap.mmap, offset: int, length: int) -> None:
+    """Hands a copied piece's pages back; the system keeps them cached for the other ranks."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        start = offset - offset % mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+
+
+def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    known = TORCH_DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known is None or known not in TORCH_DTYPES.values():
+        raise LoadError("validation", f"dtype must be {', '.join(TORCH_DTYPES)}, not {shown(dtype)}", "dtype")
+    return known
