@@ -12,6 +12,10 @@ from typing import Any
 
 import msgpack
 
+# Of the region that the supervisor makes for the collectives of CPU ranks (zeroed, passed by its fd). Sparse:
+# only what the largest tensors of a step need is ever touched.
+SHM_REGION_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:

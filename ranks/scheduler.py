@@ -1,0 +1,295 @@
+"""Which request runs next, and with which blocks: continuous batching, first come first served.
+
+Pure logic on rank 0, without tensors and clocks. `plan()` makes a step's plan, `commit()` takes its results, in
+the same order; between the two the step is in flight, and another may be planned. An aborted or finished request
+keeps its slot and blocks until its last step in flight has come back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mstar.ranks.cache import BLOCK_SIZE, Pool, blocks_for
+from mstar.ranks.messages import Refused, SamplingParams, Submit, TokenRun
+from mstar.ranks.plan import Chunk, StepPlan, TableUpdate, bucket_of
+from mstar.ranks.request import Request
+
+# A chunk that is not a prompt's last ends at a multiple of this: the chunk length of the delta rule's prefill,
+# so that chunked and whole prefill do the same arithmetic.
+CHUNK_BORDER = 64
+# Block-table columns of the decode part come in steps of this (128 tokens): few shapes, little for nothing.
+COLUMN_STEP = 8
+
+FINISH = (None, "stop", "length")  # by the sampler's code
+
+
+class SlotSampler(Protocol):
+    """What the scheduler tells the sampler, and asks it."""
+
+    def admit(
+        self, slot: int, params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()
+    ) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def plain_greedy(self, slots: Sequence[int]) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the load decided. Budgets are prompt tokens a step, multiples of CHUNK_BORDER."""
+
+    max_seq: int
+    max_num_seqs: int
+    kv_blocks: int  # without the sink
+    prefill_budget: int  # while nobody decodes
+    mixed_budget: int  # beside running decodes: what a stream waits for between two of its tokens
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A step's results, one entry a row that draws, in the plan's order."""
+
+    tokens: list[int]
+    finish: list[int]  # 0 none, 1 stop, 2 length
+    logprobs: list[Any] | None = None
+
+
+@dataclass(slots=True)
+class _Flight:
+    number: int
+    rows: list[Request]  # one a row that draws
+    touched: list[Request] = field(default_factory=list)  # each once
+
+
+class Scheduler:
+    """Owns the requests from Submit to their end, the block pool and the slot pool."""
+
+    def __init__(self, limits: Limits, sampler: SlotSampler) -> None:
+        self.limits = limits
+        self.blocks = Pool(limits.kv_blocks)
+        self.slots = Pool(limits.max_num_seqs)
+        self.counters = Counters()
+        self.waiting: deque[Request] = deque()  # oldest first; preempted ones are older than all others
+        self.running: list[Request] = []  # oldest first
+        self.admitted: list[Request] = []  # started by the latest plan
+        self._by_id: dict[int, Request] = {}
+        self._flights: deque[_Flight] = deque()
+        self._sampler = sampler
+        self._tables: list[TableUpdate] = []  # for the next plan that is sent
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to plan and nothing in flight."""
+        return not (self.waiting or self.running or self._flights)
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._flights)
+
+    def submit(self, submit: Submit) -> Refused | None:
+        """Queues a request, or says why it can never run."""
+        prompt, limits = len(submit.prompt_ids), self.limits
+        if prompt == 0:
+            return Refused(submit.request_id, "validation", "the prompt is empty: send at least one token")
+        if prompt >= limits.max_seq:
+            message = (
+                f"the prompt has {prompt} tokens and max_seq is {limits.max_seq}, which leaves no room for an "
+                "answer: shorten the prompt or load with a larger max_seq"
+            )
+            return Refused(submit.request_id, "context_length", message)
+        limit = min(prompt + max(1, submit.sampling.max_tokens), limits.max_seq)
+        # The last token drawn is never fed, so it needs no KV.
+        if blocks_for(limit - 1) > limits.kv_blocks:
+            message = (
+                f"prompt and max_tokens need KV for {limit - 1} tokens and the load holds "
+                f"{limits.kv_blocks * BLOCK_SIZE}: shorten the prompt, lower max_tokens, or load with a larger "
+                "memory_fraction"
+            )
+            return Refused(submit.request_id, "context_length", message)
+        request = Request(submit.request_id, submit.prompt_ids, submit.sampling, limit)
+        self._by_id[request.request_id] = request
+        self.waiting.append(request)
+        return None
+
+    def abort(self, request_id: int) -> None:
+        """Forgets a request in whatever phase; unknown ids are ignored. Nothing of it is returned any more."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return
+        if request.slot == 0:
+            self.waiting.remove(request)
+        self._end(request)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to do or only a step's results can free what is needed."""
+        self.admitted = []
+        if not self._reserve_decodes():
+            return None
+        decodes = [r for r in self.running if r.decoding and r.computed + 1 < r.limit]
+        chunks, prefilled = self._chunks(bool(decodes))
+        if not decodes and not chunks:
+            return None
+        for request in decodes:
+            request.computed += 1
+        finals = [request for request, chunk in zip(prefilled, chunks, strict=True) if chunk.final]
+        rows = finals + decodes
+        slots = [request.slot for request in decodes]
+        counters = self.counters
+        counters.steps += 1
+        counters.prefill_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        counters.decode_tokens += len(decodes)
+        columns = max((blocks_for(r.computed) for r in decodes), default=0)
+        plan = StepPlan(
+            number=counters.steps,
+            tables=self._tables,
+            chunks=chunks,
+            chunk_columns=max((blocks_for(r.computed) for r in prefilled), default=0),
+            decode_slots=slots,
+            decode_bucket=bucket_of(len(slots)),
+            decode_columns=min(-(-columns // COLUMN_STEP) * COLUMN_STEP, blocks_for(self.limits.max_seq)),
+            gather_logits=bool(rows) and not self._sampler.plain_greedy([r.slot for r in rows]),
+        )
+        self._tables = []
+        flight = _Flight(plan.number, rows, prefilled + decodes)
+        for request in flight.touched:
+            request.in_flight += 1
+        self._flights.append(flight)
+        return plan
+
+    def commit(self, plan: StepPlan, drawn: Drawn) -> list[TokenRun]:
+        """Takes the results of the oldest plan in flight; returns what its requests got."""
+        flight = self._flights.popleft()
+        if flight.number != plan.number:
+            raise RuntimeError(f"results of step {plan.number} came before those of step {flight.number}")
+        for request in flight.touched:
+            request.in_flight -= 1
+        runs: list[TokenRun] = []
+        logprobs = drawn.logprobs
+        for row, (request, token, code) in enumerate(
+            zip(flight.rows, drawn.tokens, drawn.finish, strict=True)
+        ):
+            if request.ended:
+                continue
+            request.output_ids.append(token)
+            finish = FINISH[code]
+            if finish is None and request.tokens >= request.limit:
+                finish = "length"
+            entry = None if logprobs is None or logprobs[row] is None else [logprobs[row]]
+            runs.append(TokenRun(request.request_id, [token], finish, entry))
+            if finish is not None:
+                self._end(request)
+        for request in flight.touched:
+            if request.ended and request.slot and request.in_flight == 0:
+                self._free(request)
+        return runs
+
+    def _reserve_decodes(self) -> bool:
+        """Gives each decoding request the block of its next token, oldest first, preempting the youngest.
+
+        False when a victim's step is still in flight: its results must come first.
+        """
+        for request in list(self.running):
+            preempted = request.slot == 0
+            if preempted or not request.decoding or request.computed + 1 >= request.limit:
+                continue
+            missing = blocks_for(request.computed + 1) - len(request.blocks)
+            while request.slot and missing > self.blocks.free:
+                victim = self.running[-1]
+                if victim.in_flight:
+                    return False
+                self._preempt(victim)
+            if request.slot and missing > 0:
+                self._grow(request, missing)
+        return True
+
+    def _chunks(self, mixed: bool) -> tuple[list[Chunk], list[Request]]:
+        """Prompt tokens for this step: requests in prefill first, then new ones while budget, slots and blocks last."""
+        budget = self.limits.mixed_budget if mixed else self.limits.prefill_budget
+        chunks: list[Chunk] = []
+        requests: list[Request] = []
+        prefilling = deque(request for request in self.running if not request.decoding)
+        while budget > 0:
+            request = prefilling[0] if prefilling else self._admissible()
+            if request is None:
+                break
+            start = request.computed
+            left = (request.known if prefilling else request.tokens) - start
+            size = left if left <= budget else (start + budget) // CHUNK_BORDER * CHUNK_BORDER - start
+            if size <= 0:
+                break
+            if prefilling:
+                prefilling.popleft()
+            else:
+                self._admit(request)
+            request.computed += size
+            budget -= size
+            chunks.append(
+                Chunk(request.slot, start, request.token_ids(start, start + size), request.decoding)
+            )
+            requests.append(request)
+        return chunks, requests
+
+    def _admissible(self) -> Request | None:
+        """The oldest waiting request if it fits now, with a block to spare for each one that runs."""
+        if not self.waiting or self.slots.free == 0:
+            return None
+        request = self.waiting[0]
+        # Without the spare blocks, the growth of those that run would preempt it again at once.
+        fits = blocks_for(request.tokens) + len(self.running) <= self.blocks.free
+        return (
+            request if fits or (not self.running and blocks_for(request.tokens) <= self.blocks.free) else None
+        )
+
+    def _admit(self, request: Request) -> None:
+        self.waiting.popleft()
+        request.slot = self.slots.take()
+        request.known = request.tokens
+        self._grow(request, blocks_for(request.known))
+        self.running.append(request)
+        self._sampler.admit(request.slot, request.sampling, request.prompt_ids, request.output_ids)
+        if not request.started:
+            request.started = True
+            self.admitted.append(request)
+
+    def _grow(self, request: Request, count: int) -> None:
+        taken = self.blocks.take_many(count)
+        self._tables.append(TableUpdate(request.slot, len(request.blocks), taken))
+        request.blocks += taken
+
+    def _preempt(self, request: Request) -> None:
+        """Takes all from a request without steps in flight; it will run prompt and output again, first of all."""
+        self.counters.preemptions += 1
+        self.running.remove(request)
+        self._free(request)
+        request.computed = request.known = 0
+        self.waiting.appendleft(request)
+
+    def _end(self, request: Request) -> None:
+        """Drops a request from everything but the steps in flight that still name it."""
+        request.ended = True
+        del self._by_id[request.request_id]
+        if request.slot:
+            self.running.remove(request)
+            if request.in_flight == 0:
+                self._free(request)
+
+    def _free(self, request: Request) -> None:
+        self._sampler.release(request.slot)
+        self.slots.give_back([request.slot])
+        self.blocks.give_back(request.blocks)
+        # Updates not sent yet would land in the slot's next owner's table.
+        self._tables = [update for update in self._tables if update.slot != request.slot]
+        request.slot = 0
+        request.blocks = []
