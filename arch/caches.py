@@ -80,7 +80,12 @@ def allocate_caches(
             v = torch.zeros(blocks, heads, block_size, dim, dtype=dtype, device=device)
             caches.append(AttentionCache(k, v))
         else:
-            state_shape = (slots, local.linear_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+            state_shape = (
+                slots,
+                local.linear_value_heads,
+                config.linear_key_head_dim,
+                config.linear_value_head_dim,
+            )
             state = torch.zeros(state_shape, dtype=torch.float32, device=device)
             width = config.linear_conv_kernel_dim - 1
             conv = torch.zeros(slots, width, local.conv_channels, dtype=dtype, device=device)

@@ -1,0 +1,141 @@
+"""The text trunk: embedding, decoder layers, final norm, lm_head; one rank's shard of it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from mstar.arch.caches import LayerCache
+from mstar.arch.inputs import DecodeInputs, PrefillInputs
+from mstar.arch.layers import Layer, Weights, sub_weights, zero_centred
+from mstar.arch.parallel import Mesh
+from mstar.kernels.ops import select_ops
+from mstar.kernels.rows import Rows
+from mstar.loader.config import ModelConfig
+
+
+class Trunk:
+    """Runs the rows of a step on this rank; all ranks of a mesh call it with the same inputs, in lockstep."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        collective: Mesh,
+        block_size: int = 16,
+    ):
+        """weights: the rank's slices as `mstar.loader.checkpoint.load_shard` names them; emptied on the way."""
+        self.config = config
+        self.mesh = collective
+        self.device = device
+        self.dtype = dtype
+        self.ops, self.notes = select_ops(device, dtype, block_size)
+        local = config.local(collective.size)
+        self.vocab_start = collective.rank * local.vocab
+        self.vocab_local = local.vocab
+        self.layers = [
+            Layer(config, kind, sub_weights(weights, f"layers.{index}."), collective.size, self.ops)
+            for index, kind in enumerate(config.layer_types)
+        ]
+        self.norm = zero_centred(weights.pop("norm.weight"))
+        embedding = weights.pop("embed_tokens.weight")
+        self.embedding = self.ops.pack_linear(embedding) if config.tie_word_embeddings else embedding
+        head = weights.pop("lm_head.weight", None)
+        if isinstance(self.embedding, torch.Tensor):
+            assert head is not None, "an untied model has an lm_head: the loader checks it"
+            self.lm_head = self.ops.pack_linear(head)
+        else:
+            self.lm_head = self.embedding
+        assert not weights, f"weights that no layer took: {sorted(weights)}"
+
+    def prefill(self, inputs: PrefillInputs, caches: list[LayerCache]) -> torch.Tensor:
+        """Runs chunks of prompts; returns each chunk's last row after the final norm, [chunks, hidden]."""
+        borders = torch.tensor(inputs.cu_rows, dtype=torch.int64)
+        starts = torch.tensor(inputs.starts, dtype=torch.int64)
+        rows = Rows(
+            sequences=len(inputs.starts),
+            longest=int((borders[1:] - borders[:-1]).max()),
+            rows_per_seq=0,
+            cu_rows=borders.to(self.device),
+            starts=starts.to(self.device),
+            slots=inputs.slots,
+            fresh=(starts == 0).to(torch.uint8).to(self.device),
+            block_tables=inputs.block_tables,
+            host_cu_rows=inputs.cu_rows,
+            host_starts=inputs.starts,
+        )
+        x = self._run(inputs.token_ids, rows, caches)
+        return self.ops.rms_norm(x[rows.cu_rows[1:] - 1], self.norm, self.config.rms_norm_eps)
+
+    def decode(self, inputs: DecodeInputs, caches: list[LayerCache]) -> torch.Tensor:
+        """Runs every sequence's newest rows; returns them after the final norm, [seqs * rows_per_seq, hidden]."""
+        seqs, count = inputs.slots.shape[0], inputs.rows_per_seq
+        rows = Rows(
+            sequences=seqs,
+            longest=count,
+            rows_per_seq=count,
+            cu_rows=self._decode_borders(seqs, count),
+            starts=(inputs.seq_lens - count).to(torch.int64),
+            slots=inputs.slots,
+            fresh=(inputs.slots == 0).to(torch.uint8),
+            block_tables=inputs.block_tables,
+        )
+        x = self._run(inputs.token_ids, rows, caches)
+        return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the vocabulary: [rows, vocab_local] float32; ids past the vocabulary are -inf."""
+        logits = self.ops.linear(hidden, self.lm_head, out_f32=True)
+        present = self.config.vocab_size - self.vocab_start
+        if present < self.vocab_local:
+            logits[:, max(present, 0) :] = float("-inf")
+        return logits
+
+    @functools.cached_property
+    def params(self) -> int:
+        """Parameters of the whole trunk, over all ranks; a tied embedding counts once."""
+        return count_params(self.config)
+
+    def _run(self, token_ids: torch.Tensor, rows: Rows, caches: list[LayerCache]) -> torch.Tensor:
+        x = self._embed(token_ids)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache, rows, self.mesh)
+        return x
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.mesh.size == 1:
+            return self._rows_of_embedding(token_ids)
+        local = token_ids - self.vocab_start
+        absent = (local < 0) | (local >= self.vocab_local)
+        x = self._rows_of_embedding(local.masked_fill(absent, 0))
+        # one rank holds the row, the others add zeros: exact in any dtype
+        return self.mesh.all_reduce(x.masked_fill_(absent[:, None], 0))
+
+    def _rows_of_embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.embedding, torch.Tensor):
+            return self.embedding[ids]
+        return self.ops.unpacked_rows(self.embedding, ids)
+
+    @functools.cache  # noqa: B019 - a trunk lives as long as its process
+    def _decode_borders(self, seqs: int, count: int) -> torch.Tensor:
+        return torch.arange(0, (seqs + 1) * count, count, dtype=torch.int64, device=self.device)
+
+
+def count_params(config: ModelConfig) -> int:
+    """Parameters of the text trunk, from its shape alone."""
+    hidden, dim = config.hidden_size, config.head_dim
+    whole = config.local(1)
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    linear = hidden * (whole.conv_channels + 2 * values + 2 * config.linear_num_value_heads)
+    linear += whole.conv_channels * config.linear_conv_kernel_dim
+    linear += 2 * config.linear_num_value_heads + config.linear_value_head_dim
+    heads = 3 * config.num_attention_heads + 2 * config.num_key_value_heads
+    full = hidden * dim * heads + 2 * dim
+    shared = 3 * hidden * config.intermediate_size + 2 * hidden
+    mixers = sum(full if kind == "full_attention" else linear for kind in config.layer_types)
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return mixers + shared * len(config.layer_types) + embeddings + hidden

@@ -1,0 +1,98 @@
+"""The operations that layers call, and what runs them on a device.
+
+`Ops` is the torch reference, on any device and dtype. A subclass replaces what it has a faster kernel for,
+keeps the meaning, shapes and dtypes, and is held to the reference by a parity test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mstar.kernels.attention import AttentionWeights, attention_decode, attention_prefill
+from mstar.kernels.gdn import GdnWeights, gdn_decode, gdn_prefill
+from mstar.kernels.linear import gated_linear, linear
+from mstar.kernels.norm import rms_norm
+from mstar.kernels.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A linear's weight in the layout of the ops that packed it."""
+
+    data: torch.Tensor
+    outputs: int
+    inputs: int
+
+
+class Ops:
+    """The torch reference of every operation."""
+
+    name = "torch"
+
+    def pack_linear(self, weight: torch.Tensor) -> Packed:
+        """weight: [n, k], model dtype. The caller drops its own reference: packed weights are the only copy."""
+        return Packed(weight, weight.shape[0], weight.shape[1])
+
+    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> Packed:
+        """gate, up: [n, k], model dtype, for `gated_linear`."""
+        return Packed(torch.cat([gate, up]), 2 * gate.shape[0], gate.shape[1])
+
+    def unpacked_rows(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a packed weight (a tied embedding's look-up). ids: [rows] int64 -> [rows, k]."""
+        return packed.data[ids]
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        out_f32: bool = False,
+    ) -> torch.Tensor:
+        """See `mstar.kernels.linear.linear`."""
+        return linear(x, weight.data, norm=norm, eps=eps, residual=residual, out_f32=out_f32)
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: Packed, *, norm: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See `mstar.kernels.linear.gated_linear`."""
+        return gated_linear(x, weight.data, norm=norm, eps=eps)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `mstar.kernels.norm.rms_norm`."""
+        return rms_norm(x, weight, eps)
+
+    def gdn(
+        self, proj: torch.Tensor, weights: GdnWeights, state: torch.Tensor, conv: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """Prefill or decode, by `rows.rows_per_seq`; see `mstar.kernels.gdn`."""
+        run = gdn_decode if rows.rows_per_seq == 1 else gdn_prefill
+        return run(proj, weights, state, conv, rows)
+
+    def attention(
+        self,
+        proj: torch.Tensor,
+        weights: AttentionWeights,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """Prefill or decode, by `rows.rows_per_seq`; see `mstar.kernels.attention`."""
+        run = attention_decode if rows.rows_per_seq else attention_prefill
+        return run(proj, weights, k_cache, v_cache, rows)
+
+
+def select_ops(device: torch.device, dtype: torch.dtype, block_size: int) -> tuple[Ops, list[str]]:
+    """The fastest operations that work here, and notes on what runs its reference instead and why."""
+    if device.type != "cpu":
+        return Ops(), [f"{device.type}: operations run their torch reference (no Triton kernels yet)"]
+    from mstar.kernels.cpu import CpuOps
+
+    reason = CpuOps.unavailable(dtype, block_size)
+    if reason is None:
+        return CpuOps(), []
+    return Ops(), [f"cpu: operations run their torch reference, slowly: {reason}"]

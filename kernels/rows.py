@@ -1,0 +1,27 @@
+"""How the rows of one forward pass belong to sequences: made once a pass, read by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of `sequences` sequences, one sequence after another.
+
+    Prefill parts know their borders on the host (`host_cu_rows`, `host_starts`); decode parts have one row
+    count for all (`rows_per_seq`), and their values stay on the device.
+    """
+
+    sequences: int
+    longest: int  # most rows of one sequence
+    rows_per_seq: int  # 0 for a prefill part
+    cu_rows: torch.Tensor  # [sequences + 1] int64
+    starts: torch.Tensor  # [sequences] int64, tokens of the sequence before its first row here
+    slots: torch.Tensor  # [sequences] int32, GDN slots
+    fresh: torch.Tensor  # [sequences] uint8, 1 where the state starts cleared (first chunk, or a padding row)
+    block_tables: torch.Tensor  # [sequences, blocks] int32
+    host_cu_rows: tuple[int, ...] = ()
+    host_starts: tuple[int, ...] = ()
