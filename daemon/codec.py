@@ -12,9 +12,10 @@ import math
 from typing import Any, NoReturn
 
 import msgpack
-from mstar.daemon.protocol import EVENTS, Event, ProtocolError, Request, parse_request
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
+
+from mstar.daemon.protocol import EVENTS, Event, ProtocolError, Request, parse_request
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # a longer message is refused, the connection stays
 HARD_LIMIT_BYTES = 64 * 2**20  # past this the connection is closed

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from mstar.daemon.requests import RequestId
 from pydantic import Field
+
+from mstar.daemon.requests import RequestId
 
 ErrorClass = Literal[
     "malformed",

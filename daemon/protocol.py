@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from mstar.daemon.events import (
     EVENTS,
     Done,
@@ -56,8 +59,6 @@ from mstar.daemon.requests import (
     Unload,
     is_request_id,
 )
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 __all__ = [
     "EVENTS", "REQUESTS",
@@ -65,7 +66,8 @@ __all__ = [
     "Load", "LoadProgress", "LoadSpecFields", "Loaded", "LoadedSpec", "Message", "Ping", "Pong", "Pool",
     "ProtocolError", "RankStatus", "Reasoning", "Request", "Reset", "ResetDone", "Shutdown", "ShuttingDown",
     "SpecReport", "SpecRequest", "SpecStats", "State", "Stats", "StatsEvent", "Status", "StatusEvent",
-    "TextPart", "Timings", "Token", "TokenLogprob", "Unload", "Unloaded", "Usage", "is_request_id", "parse_request",
+    "TextPart", "Timings", "Token", "TokenLogprob", "Unload", "Unloaded", "Usage", "is_request_id",
+    "parse_request",
 ]  # fmt: skip
 
 
@@ -150,22 +152,23 @@ def _protocol_error(errors: list[ErrorDetails], kind: str) -> ProtocolError:
     errors.sort(key=lambda e: e["type"] == "unsupported")
     first = errors[0]
     kind_of_fault, msg = first["type"], first["msg"]
-    field = str(first["ctx"]["field"]) if kind_of_fault == "inconsistent" else _path(first["loc"])
+    field = str(first["ctx"]["field"]) if kind_of_fault == "inconsistent" else _path(first["loc"]) or None
     if kind_of_fault == "extra_forbidden":
         message = f"unknown field {field} in {kind}: leave it out"
     elif kind_of_fault == "missing":
         message = f"{field} is missing in {kind}"
     elif kind_of_fault == "inconsistent":
         message = msg
+    elif field is None:
+        message = f"{kind} {msg}"
     elif msg.startswith("Input should"):
         message = f"{field} {msg.removeprefix('Input ')}, not {_short(first['input'])}"
     else:
         message = f"{field}: {msg}"
     if len(errors) > 1:
         message += f" (and {len(errors) - 1} more)"
-    return ProtocolError(
-        "unsupported" if kind_of_fault == "unsupported" else "validation", message, field=field
-    )
+    error_class: ErrorClass = "unsupported" if kind_of_fault == "unsupported" else "validation"
+    return ProtocolError(error_class, message, field=field)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_ID_CHARS = 256
+MAX_FIELDS = 64
 
 
 def is_request_id(value: object) -> bool:
@@ -96,6 +97,8 @@ def _is_json_scalar(value: object) -> bool:
 RequestId = Annotated[str | int, PlainValidator(_request_id)]
 AttemptId = Annotated[int, Field(ge=0, le=INT64_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT64_MAX)]
+# two million bad ids fit 8 MiB: the first is enough to say so
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 OffOn = Literal["off", "on"]
 
 
@@ -103,6 +106,14 @@ class Strict(BaseModel):
     """Base of every request: strict types, no unknown fields, no NaN; instances do not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many_fields(cls, data: Any) -> Any:
+        # 600,000 unknown fields fit 8 MiB, and listing each would hold the daemon for seconds
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise PydanticCustomError("too_many", "has more than {limit} fields", {"limit": MAX_FIELDS})
+        return data
 
 
 class LoadSpecFields(Strict):
@@ -207,7 +218,11 @@ class Message(Strict):
     ]
     content: Annotated[
         Annotated[str, Tag("<text>")]
-        | Annotated[list[Annotated[TextPart, BeforeValidator(_only_text_parts)]], Tag("<parts>")],
+        | Annotated[
+            list[Annotated[TextPart, BeforeValidator(_only_text_parts)]],
+            Field(fail_fast=True),
+            Tag("<parts>"),
+        ],
         Discriminator(_content_tag),
     ] = Field(description="Text, or a list of text parts")
 
@@ -226,10 +241,10 @@ class Generate(Strict):
     id: RequestId = Field(description="Names the request, together with `attempt_id`, in the whole daemon")
     attempt_id: AttemptId = Field(description="Tells a client's retries of one `id` apart")
     prompt: str | None = Field(default=None, min_length=1, description="Text, encoded as it is (no template)")
-    messages: list[Message] | None = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         default=None, min_length=1, description="Conversation, rendered by the model's chat template"
     )
-    prompt_ids: list[TokenId] | None = Field(default=None, min_length=1, description="Token ids, as they are")
+    prompt_ids: TokenIds | None = Field(default=None, min_length=1, description="Token ids, as they are")
     system: str | None = Field(default=None, description="System text put before `messages`")
     tools: Annotated[Any, AfterValidator(_no_tools)] = Field(
         default=None, description="Refused until tool calls are built"
@@ -265,7 +280,7 @@ class Generate(Strict):
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(
         default=[], max_length=16, description="Strings that end the answer; they are cut from it"
     )
-    stop_token_ids: list[TokenId] = Field(
+    stop_token_ids: TokenIds = Field(
         default=[], max_length=1024, description="Token ids that end the answer, `ignore_eos` or not"
     )
     min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description="No end of sequence before")
