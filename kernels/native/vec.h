@@ -93,7 +93,7 @@ INLINE void tile(const int R, const int P, int64_t K, const float *x, size_t ldx
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < P * NV; c++) acc[r][c] = accumulate ? load_f32(out + r * ldo + c * VW) : (vf){0};
+        for (int c = 0; c < P * NV; c++) acc[r][c] = (vf){0};
     for (int64_t k = 0; k < K; k++) {
         vf wv[8];
 #pragma GCC unroll 8
@@ -109,7 +109,10 @@ INLINE void tile(const int R, const int P, int64_t K, const float *x, size_t ldx
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < P * NV; c++) store_f32(out + r * ldo + c * VW, acc[r][c]);
+        for (int c = 0; c < P * NV; c++) {
+            float *to = out + r * ldo + c * VW;
+            store_f32(to, accumulate ? load_f32(to) + acc[r][c] : acc[r][c]);
+        }
 }
 
 #define TILE_ROWS 6 /* 6 rows of 2 vectors: 12 of AVX2's 16 registers accumulate */
