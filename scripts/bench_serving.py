@@ -1,0 +1,206 @@
+"""How fast the daemon serves: a closed loop at given concurrencies, with figures as table, JSON and plot.
+
+    python -m mstar.scripts.bench_serving --workload text-chat-256 --concurrency 1,4,16 -- --tp 2
+
+What the columns mean is in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from mstar.loader.errors import LoadError
+from mstar.loader.resolve import resolve
+from mstar.scripts.serving_daemon import launched_daemon, running_daemon
+from mstar.scripts.serving_load import (
+    BenchError,
+    DaemonLink,
+    Run,
+    Workload,
+    closed_loop,
+    make_prompts,
+    parse_workload,
+)
+from mstar.scripts.serving_report import Results, describe_machine, plot, print_report, write_json
+from mstar.scripts.transformers_peer import Cell, TransformersPeer
+
+OURS = "mstar"
+WARMUP_TOKENS = 32
+MIN_REQUESTS = 4  # of a timed run, so that one request at a time still has percentiles
+CELLS = [Cell(dtype, threads) for dtype in ("bf16", "fp32") for threads in (1, 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one launch measures."""
+
+    workloads: list[Workload]
+    concurrencies: list[int]
+    runs: int
+    rounds: int
+    seed: int
+
+    def points(self) -> Iterator[tuple[Workload, int]]:
+        for workload in self.workloads:
+            for concurrency in self.concurrencies:
+                yield workload, concurrency
+
+    def requests(self, concurrency: int) -> int:
+        return max(self.rounds * concurrency, MIN_REQUESTS)
+
+
+@click.command()
+@click.option("--model", default="builtin:tiny", show_default=True, help="What the daemon loads.")
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    default=("text-chat-256",),
+    show_default=True,
+    help="text-chat-256, long-1k, short-128, or IN:OUT tokens; may be given more than once.",
+)
+@click.option("--concurrency", default="1,4,16", show_default=True, help="Requests in flight, a list.")
+@click.option("--runs", default=3, show_default=True, type=click.IntRange(1), help="Timed runs a launch.")
+@click.option(
+    "--rounds",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Requests of a run, in multiples of the concurrency.",
+)
+@click.option(
+    "--launches",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Fresh daemons; figures are then medians of launches.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--connect", metavar="ADDRESS", help="Measure the daemon at this ZeroMQ address.")
+@click.option("--compare", type=click.Choice(["transformers"]), help="Run the same work through this, too.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything to this file.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG.")
+@click.argument("daemon_flags", nargs=-1, type=click.UNPROCESSED)
+def main(
+    model: str,
+    workloads: tuple[str, ...],
+    concurrency: str,
+    runs: int,
+    rounds: int,
+    launches: int,
+    seed: int,
+    connect: str | None,
+    compare: str | None,
+    json_path: Path | None,
+    plot_path: Path | None,
+    daemon_flags: tuple[str, ...],
+) -> None:
+    """Benchmarks serving. Flags after `--` go to mstar-daemon."""
+    if connect and (daemon_flags or launches > 1):
+        raise click.UsageError("--connect measures a daemon as it runs: no --launches, no daemon flags")
+    console = Console(stderr=True)
+    try:
+        counts = _parse_counts(concurrency)
+        plan = Plan([parse_workload(text) for text in workloads], counts, runs, rounds, seed)
+        open_daemon = _opener(model, connect, daemon_flags)
+        results = measure(plan, launches, open_daemon, model if compare else None, console.print)
+    except (BenchError, LoadError) as error:
+        console.print(f"[red]{error}")
+        raise SystemExit(1) from None
+    report = {
+        "schema": 1,
+        "command": shlex.join(["python", "-m", "mstar.scripts.bench_serving", *sys.argv[1:]]),
+        "model": {"name": model if not connect else results.loaded.get("model"), **results.loaded},
+        **describe_machine(daemon_flags),
+        "plan": {"runs": runs, "rounds": rounds, "launches": launches, "seed": seed},
+        "results": results.rows(),
+        "comparison": results.comparison(OURS),
+    }
+    print_report(report, Console())
+    if json_path is not None:
+        write_json(report, json_path)
+    if plot_path is not None:
+        plot(report, plot_path)
+    if any(row["failures"]["max"] for row in report["results"]):
+        raise SystemExit(1)
+
+
+OpenDaemon = Callable[[], AbstractContextManager[tuple[DaemonLink, dict[str, Any]]]]
+
+
+def measure(
+    plan: Plan,
+    launches: int,
+    open_daemon: OpenDaemon,
+    peer_model: str | None,
+    say: Callable[[str], None],
+) -> Results:
+    """Runs the plan on each of `launches` daemons, with the peer's cells in turn where it has a model."""
+    results = Results()
+    for launch in range(launches):
+        with ExitStack() as stack:
+            link, results.loaded = stack.enter_context(open_daemon())
+            systems: dict[str, Callable[[list[list[int]], int, int], Run]] = {
+                OURS: lambda prompts, tokens, count, link=link: closed_loop(link, prompts, tokens, count)  # type: ignore[misc]
+            }
+            if peer_model is not None:
+                peer = TransformersPeer(resolve(peer_model))
+                stack.callback(peer.close)
+                for cell in CELLS:
+                    systems[cell.name] = lambda prompts, tokens, count, cell=cell, peer=peer: peer.run(  # type: ignore[misc]
+                        cell, prompts, tokens, count
+                    )
+            for workload, concurrency in plan.points():
+                say(f"launch {launch + 1}/{launches}: {workload.name}, {concurrency} at once")
+                _measure_point(plan, launch, workload, concurrency, systems, results)
+    return results
+
+
+def _measure_point(
+    plan: Plan,
+    launch: int,
+    workload: Workload,
+    concurrency: int,
+    systems: dict[str, Callable[[list[list[int]], int, int], Run]],
+    results: Results,
+) -> None:
+    """A warm-up and the timed runs of one point; the systems take turns, so that drift meets all alike."""
+    vocab = results.loaded["vocab"]
+    for run in range(-1, plan.runs):
+        count = concurrency if run < 0 else plan.requests(concurrency)
+        prompts = make_prompts(workload, count, vocab, plan.seed * 1000 + launch * 100 + run)
+        tokens = min(workload.output_tokens, WARMUP_TOKENS) if run < 0 else workload.output_tokens
+        for system, serve in systems.items():
+            served = serve(prompts, tokens, concurrency)
+            if run >= 0:
+                results.add(workload, concurrency, system, launch, served)
+
+
+def _opener(model: str, connect: str | None, flags: Sequence[str]) -> OpenDaemon:
+    if connect is not None:
+        address = connect
+        return lambda: running_daemon(address)
+    return lambda: launched_daemon(model, flags)
+
+
+def _parse_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise BenchError(f"--concurrency {text!r}: give positive numbers, as in 1,4,16")
+    return counts
+
+
+if __name__ == "__main__":
+    main()

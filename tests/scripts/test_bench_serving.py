@@ -1,0 +1,192 @@
+"""The serving benchmark: what its figures mean, on hand-made traces and a daemon of a few lines."""
+
+import math
+import threading
+
+import msgpack
+import pytest
+import zmq
+
+from mstar.scripts import bench_serving, serving_load
+from mstar.scripts.serving_load import (
+    BenchError,
+    DaemonLink,
+    Run,
+    Trace,
+    Workload,
+    closed_loop,
+    make_prompts,
+    parse_workload,
+)
+from mstar.scripts.serving_report import Results, plot, summarise
+
+
+class FakeDaemon(threading.Thread):
+    """Answers the requests that it has as soon as no more come, so that a closed loop fills up first."""
+
+    def __init__(self, address, answer):
+        super().__init__(daemon=True)
+        self.answer = answer
+        self.live_at_most = 0
+        self.seen = []
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.bind(address)
+        self._over = threading.Event()
+
+    def run(self):
+        live = []
+        while not self._over.is_set():
+            if self._socket.poll(20 if live else 100):
+                peer, data = self._socket.recv_multipart()
+                message = msgpack.unpackb(data)
+                if message["type"] == "generate":
+                    self.seen.append(message)
+                    live.append((peer, message))
+                    self.live_at_most = max(self.live_at_most, len(live))
+                continue
+            for peer, message in live:
+                for event in self.answer(message):
+                    keys = {"id": message["id"], "attempt_id": message["attempt_id"]}
+                    self._socket.send_multipart([peer, msgpack.packb(keys | event)])
+            live.clear()
+        self._socket.close(0)
+
+    def end(self):
+        self._over.set()
+        self.join(5)
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """A link to a fake daemon with the given way to answer, and the daemon."""
+    opened = []
+
+    def start(answer):
+        address = f"ipc://{tmp_path}/z"
+        daemon = FakeDaemon(address, answer)
+        daemon.start()
+        link = DaemonLink(address)
+        opened.extend([link.close, daemon.end])
+        return link, daemon
+
+    yield start
+    for close in opened:
+        close()
+
+
+def whole_answer(message):
+    count = message["max_tokens"]
+    yield {"type": "gen_start", "prompt_tokens": len(message["prompt_ids"])}
+    for token in range(count):
+        yield {"type": "token", "text": "", "ids": [token]}
+    yield {"type": "done", "usage": {"completion_tokens": count}}
+
+
+def test_closed_loop_keeps_its_concurrency_and_serves_every_prompt_once(serve):
+    link, daemon = serve(whole_answer)
+    prompts = make_prompts(Workload("w", 3, 5), 7, vocab=100, seed=1)
+    run = closed_loop(link, prompts, 5, concurrency=3)
+    assert daemon.live_at_most == 3
+    assert sorted(m["prompt_ids"] for m in daemon.seen) == sorted(prompts)
+    assert all(m["ignore_eos"] and m["max_tokens"] == 5 for m in daemon.seen)
+    assert [trace.tokens for trace in run.traces] == [5] * 7
+    assert run.figures()["failures"] == 0
+
+
+def test_errors_and_short_answers_are_failures_and_do_not_stop_the_rest(serve):
+    def answer(message):
+        number = int(message["id"].rsplit("-", 1)[1])
+        if number == 1:
+            return [{"type": "error", "class": "overloaded", "message": "full"}]
+        if number == 2:
+            return [*list(whole_answer(message))[:-2], {"type": "done", "usage": {"completion_tokens": 4}}]
+        return whole_answer(message)
+
+    link, _ = serve(answer)
+    run = closed_loop(link, [[1]] * 6, 5, concurrency=2)
+    assert run.figures()["failures"] == 2
+    assert run.figures()["requests"] == 6
+    assert run.failures() == ["overloaded: full", "5 tokens asked for, 4 counted, 4 received"]
+
+
+def test_silent_daemon_is_an_error_and_not_a_wait_for_ever(serve, monkeypatch):
+    monkeypatch.setattr(serving_load, "PING_EVERY_S", 0.05)
+    link, _ = serve(lambda message: [])
+    ticks = iter(range(0, 10**6, 100))
+    with pytest.raises(BenchError, match="heard nothing"):
+        closed_loop(link, [[1]], 5, 1, timeout_s=50, clock=lambda: float(next(ticks)))
+
+
+def test_figures_are_those_of_the_traces():
+    steady = Trace(0.0, [(0.1, 1), (0.11, 1), (0.12, 1), (0.13, 1)], ended=0.13)
+    stalled = Trace(0.0, [(0.2, 1), (0.22, 2), (0.3, 1)], ended=0.3)
+    figures = Run([steady, stalled], client_cpu_s=0.03).figures()
+    assert figures["tok_s"] == pytest.approx(8 / 0.3)
+    assert figures["ttft_p50_ms"] == pytest.approx(150)
+    assert figures["itl_p50_ms"] == pytest.approx(10), "an event of two tokens is two gaps of half its time"
+    assert figures["e2e_p50_ms"] == pytest.approx(215)
+    assert figures["stalls"] == 1
+    assert figures["client_cpu_pct"] == pytest.approx(10)
+
+
+def test_run_of_failures_alone_still_has_figures():
+    figures = Run([Trace(0.0, ended=1.0, failure="rank_lost: gone")]).figures()
+    assert (figures["tok_s"], figures["failures"]) == (0, 1)
+    assert math.isnan(figures["ttft_p50_ms"])
+
+
+def test_prompts_are_seeded_different_and_below_the_special_ids():
+    shape = Workload("w", 50, 1)
+    prompts = make_prompts(shape, 20, vocab=6144, seed=3)
+    assert prompts == make_prompts(shape, 20, vocab=6144, seed=3)
+    assert prompts != make_prompts(shape, 20, vocab=6144, seed=4)
+    assert len({tuple(prompt) for prompt in prompts}) == 20
+    assert max(map(max, prompts)) < 6137
+
+
+def test_workloads_have_names_or_sizes():
+    assert parse_workload("long-1k") == Workload("long-1k", 1024, 256)
+    assert parse_workload("2000:8") == Workload("2000:8", 2000, 8)
+    for text in ("nothing", "5", "0:3", "a:b", "5:"):
+        with pytest.raises(BenchError, match="IN:OUT"):
+            parse_workload(text)
+
+
+def test_one_launch_is_summarised_over_its_runs_and_several_over_their_medians():
+    runs = [[{"x": 1.0}, {"x": 9.0}, {"x": 2.0}], [{"x": 4.0}, {"x": 5.0}, {"x": 60.0}]]
+    assert summarise(runs[:1])["x"] == {"median": 2.0, "min": 1.0, "max": 9.0}
+    assert summarise(runs)["x"] == {"median": 3.5, "min": 2.0, "max": 5.0}
+
+
+def results_of(speeds):
+    """One request of 11 tokens for each system; `speeds` are seconds a token."""
+    results = Results()
+    for system, gap in speeds.items():
+        arrivals = [(gap * (i + 1), 1) for i in range(11)]
+        results.add(Workload("w", 1, 11), 1, system, 0, Run([Trace(0.0, arrivals, arrivals[-1][0])]))
+    return results
+
+
+def test_comparison_is_against_the_best_other_cell():
+    (point,) = results_of({"mstar": 0.01, "slow": 0.09, "best": 0.02}).comparison("mstar")
+    assert point["tok_s_best"] == point["ttft_best"] == "best"
+    assert point["tok_s_ratio"] == pytest.approx(2)
+    assert point["ttft_ratio"] == pytest.approx(2)
+
+
+def test_plot_is_a_png(tmp_path):
+    results = results_of({"mstar": 0.01, "peer": 0.02})
+    report = {
+        "results": results.rows(),
+        "model": {"name": "m", "dtype": "bf16", "tp": 1},
+        "machine": {"cpu": "c"},
+    }
+    plot(report, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_concurrencies_are_positive_numbers():
+    assert bench_serving._parse_counts("1,4,16") == [1, 4, 16]
+    for text in ("", "0", "1,x", "-2"):
+        with pytest.raises(BenchError, match="concurrency"):
+            bench_serving._parse_counts(text)
