@@ -51,9 +51,8 @@ class Registers:
         self.top_p = per_slot(1.0, torch.float32)
         self.min_p = per_slot(0.0, torch.float32)
         self.seed = per_slot(0, torch.int64)
-        self.generated = per_slot(0, torch.int64)
-        self.max_tokens = per_slot(_NO_LIMIT, torch.int64)
-        self.min_tokens = per_slot(0, torch.int64)
+        self.left = per_slot(_NO_LIMIT, torch.int64)  # tokens until max_tokens
+        self.held_above = per_slot(_NO_LIMIT, torch.int64)  # while `left` is above, min_tokens is not reached
         # Ids that end the request, padded with -1; as wide as the longest list so far.
         self.stop_ids = torch.full((num_slots, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
         self.in_think = per_slot(0, torch.bool)
@@ -82,11 +81,10 @@ class Registers:
             self.seed[slot] = _signed(params.seed)
         stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
         self._set_stops(slot, stops)
-        self.generated[slot] = len(output_ids)
-        self.max_tokens[slot] = params.max_tokens
+        self.left[slot] = params.max_tokens - len(output_ids)
         if params.min_tokens > 0 and stops:
             self.held_back.add(slot)
-            self.min_tokens[slot] = params.min_tokens
+            self.held_above[slot] = params.max_tokens - params.min_tokens
         if params.max_think_tokens is not None and params.think_end_id is not None:
             self._admit_think(slot, params, output_ids, params.max_think_tokens, params.think_end_id)
 
@@ -96,7 +94,7 @@ class Registers:
         for members in (self.sampled, self.held_back, self.capped):
             members.discard(slot)
         self.stop_ids[slot] = -1
-        self.max_tokens[slot] = _NO_LIMIT
+        self.left[slot] = _NO_LIMIT
 
     def advance(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Counts one token a row and says which rows it ends.
@@ -104,11 +102,10 @@ class Registers:
         tokens, slots: [rows] int64. Returns [rows] int8: RUNNING, STOP or LENGTH; a stop id at the limit is
         STOP.
         """
-        generated = self.generated.index_select(0, slots).add_(1)
-        self.generated.index_copy_(0, slots, generated)
+        left = self.left.index_select(0, slots).sub_(1)
+        self.left.index_copy_(0, slots, left)
         stop = (self.stop_ids.index_select(0, slots) == tokens.unsqueeze(1)).any(1)
-        finish = (generated >= self.max_tokens.index_select(0, slots)).to(torch.int8).mul_(LENGTH)
-        return finish.masked_fill_(stop, STOP)
+        return (left <= 0).view(torch.int8).mul_(LENGTH).masked_fill_(stop, STOP)
 
     def hold_back(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Takes the ids that would end a request from rows whose request is still below its min_tokens.
@@ -116,7 +113,7 @@ class Registers:
         logits: [rows, vocab] float32. Returns them with -inf there; the argument is left as it is.
         """
         stops = self.stop_ids.index_select(0, slots)
-        early = self.generated.index_select(0, slots) < self.min_tokens.index_select(0, slots)
+        early = self.left.index_select(0, slots) > self.held_above.index_select(0, slots)
         # Padding adds 0 to id 0, which is itself unless id 0 is a stop id too.
         bar = torch.zeros(stops.shape, device=logits.device)
         bar.masked_fill_((stops >= 0) & early.unsqueeze(1), -torch.inf)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
-from mstar.kernels.gumbel import gumbel, gumbel_at, philox4x32
+from mstar.kernels.gumbel import gumbel, gumbel_at, philox4x32, words, words_at
+from mstar.kernels.native import load_library
 
 
-def words(*values: int) -> tuple[torch.Tensor, ...]:
+def counter_words(*values: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor([value], dtype=torch.int64) for value in values)
 
 
@@ -28,14 +29,14 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_gives_the_published_known_answers(counter, key, expected):
-    result = philox4x32(words(*counter), words(*key))
+    result = philox4x32(counter_words(*counter), counter_words(*key))
     assert tuple(int(word) for word in result) == expected
 
 
 def test_noise_of_a_key_is_the_formula_of_its_philox_word():
     seed, position, token = 0x1234_5678_9ABC_DEF0, 77, 4001
-    counter = words(token // 4, position, 0, 0x746F6B6E)
-    key = words(seed & 0xFFFFFFFF, seed >> 32)
+    counter = counter_words(token // 4, position, 0, 0x746F6B6E)
+    key = counter_words(seed & 0xFFFFFFFF, seed >> 32)
     word = int(philox4x32(counter, key)[token % 4])
     expected = -np.log(-np.log1p(-np.float64((word + 0.5) / 2**32)))
     noise = gumbel(torch.tensor([seed]), torch.tensor([position]), 5000)
@@ -91,3 +92,14 @@ def test_noise_is_independent_over_positions_and_over_ids():
     ):
         joint = np.bincount((4 * a + b).ravel(), minlength=16)
         assert stats.chisquare(joint).pvalue > 1e-3
+
+
+@pytest.mark.skipif(load_library("gumbel") is None, reason="no C compiler")
+def test_native_words_are_those_of_the_torch_reference():
+    seeds, positions = torch.tensor([1, -7, 2**40]), torch.tensor([0, 2**35 + 3, 17])
+    reference = words(seeds, positions, 9_999)
+    ids = torch.tensor([[0, 9998, 5], [4, 4, 7], [1, 2, 3]])
+    assert torch.equal(words_at(seeds, positions, ids), reference.gather(1, ids))
+    noise = -torch.log(-torch.log1p(-((reference + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)))
+    assert torch.equal(gumbel(seeds, positions, 9_999), noise)
+    assert torch.equal(gumbel_at(seeds, positions, ids), noise.gather(1, ids))
