@@ -87,6 +87,7 @@ class Mesh:
         self.running = 0  # requests, as the engine's last heartbeat told
         self.waiting = 0
         self.last_stats: EngineStats | None = None
+        self.failure: MeshFailure | None = None
         self._run_dir = create_run_dir()
         self._spec = dataclasses.replace(spec, run_dir=str(self._run_dir))
         self._command = tuple(command or DEFAULT_COMMAND)
@@ -98,7 +99,6 @@ class Mesh:
         self._ready: asyncio.Future[messages.Ready] = loop.create_future()
         self._ended: asyncio.Task[None] | None = None
         self._stopping = False
-        self._failed = False
         self._progress_at = time.monotonic()
         self._unsent: deque[bytes] = deque()
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -127,7 +127,7 @@ class Mesh:
             raise
 
     async def stop(self) -> None:
-        """Ends the ranks in order: rank 0 stops its followers, all exit; what is left after 10 s is killed."""
+        """Ends the ranks in order: rank 0 stops its followers; what is left after 10 s is killed."""
         if self._ended is None and not self._stopping and self._ready.done():
             self._stopping = True
             self.send(messages.Stop())
@@ -201,7 +201,7 @@ class Mesh:
     def _spawn(self) -> None:
         spec_path = self._run_dir / "load.bin"
         spec_path.write_bytes(messages.pack(self._spec))
-        shm_fd = _anonymous_memory(getattr(messages, "SHM_REGION_BYTES", 64 << 20))
+        shm_fd = _anonymous_memory(messages.SHM_REGION_BYTES)
         try:
             for rank in range(self._spec.tp_size):
                 argv = [
@@ -292,9 +292,9 @@ class Mesh:
                 return
 
     def _fail(self, failure: MeshFailure) -> None:
-        if self._failed or self._stopping or self._ended is not None:
+        if self.failure is not None or self._stopping or self._ended is not None:
             return
-        self._failed = True
+        self.failure = failure
         log.error("the ranks are ended: %s", failure.message)
         was_ready = self._ready.done()
         self._end()

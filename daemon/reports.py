@@ -1,0 +1,103 @@
+"""What `status`, `stats` and the log say, put together from what the daemon's parts know."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from mstar.daemon.loading import ModelHost
+from mstar.daemon.protocol import Done, ErrorEvent, Pool, RankStatus, StatsEvent, StatusEvent
+from mstar.daemon.registry import LiveRequest, Registry
+from mstar.ranks.messages import EngineStats
+
+
+def depths(registry: Registry) -> tuple[int, int]:
+    """Requests that the engine has begun, and those that wait for it."""
+    started = sum(live.started_at is not None for live in registry)
+    return started, len(registry) - started
+
+
+def status_event(host: ModelHost, registry: Registry, id: str | int | None) -> StatusEvent:
+    loaded = host.model.loaded if host.model is not None else None
+    device = loaded.device if loaded is not None else host.device
+    ranks = [
+        RankStatus(
+            rank=state.rank,
+            pid=state.process.pid,
+            device=device,
+            memory_bytes=state.memory_bytes,
+            last_heartbeat_ms=round(state.heartbeat_age_s * 1e3, 1) if state.hello else None,
+        )
+        for state in host.ranks
+    ]
+    running, waiting = depths(registry)
+    return StatusEvent(
+        state=host.state,
+        running=running,
+        waiting=waiting,
+        ranks=ranks,
+        loaded=loaded,
+        reason=host.reason,
+        version=_version(),
+        id=id,
+    )
+
+
+def stats_event(engine: EngineStats | None, registry: Registry, id: str | int | None) -> StatsEvent:
+    """engine: its counters, or None where it has never answered: its figures are zeros then."""
+    totals = registry.totals
+    running, waiting = depths(registry)
+    event = StatsEvent(
+        requests=dict(totals.ends),
+        tokens={
+            "prompt": totals.prompt_tokens,
+            "completion": totals.completion_tokens,
+            "reasoning": totals.reasoning_tokens,
+        },
+        steps=0,
+        preemptions=0,
+        blocks=Pool(0, 0, 0),
+        slots=Pool(0, 0, 0),
+        queues={"live": len(registry), "running": running, "waiting": waiting},
+        id=id,
+    )
+    if engine is not None:
+        event.steps, event.preemptions = engine.steps, engine.preemptions
+        event.blocks = _pool(engine.blocks_total, engine.blocks_free)
+        event.slots = _pool(engine.slots_total, engine.slots_free)
+        event.queues.update(running=engine.running, waiting=engine.waiting)
+        event.engine = {
+            "prefill_tokens": engine.prefill_tokens,
+            "decode_tokens": engine.decode_tokens,
+            **engine.extra,
+        }
+    return event
+
+
+def request_line(live: LiveRequest, event: Done | ErrorEvent) -> str:
+    """The log's one line about a finished request."""
+    usage, timings = live.usage(), live.timings()
+    if isinstance(event, Done):
+        how: str = event.finish_reason
+    else:
+        how = f"{event.error_class} ({event.message})"
+    return (
+        f"id={live.key[0]!r} attempt={live.key[1]} {how}: prompt {usage.prompt_tokens}, "
+        f"completion {usage.completion_tokens}, queue {_shown(timings.queue_ms)} ms, "
+        f"ttft {_shown(timings.ttft_ms)} ms, prefill {_shown(timings.prefill_tok_s)} tok/s, "
+        f"decode {_shown(timings.decode_tok_s)} tok/s ({live.peer.name})"
+    )
+
+
+def _pool(total: int, free: int) -> Pool:
+    return Pool(total, total - free, free)
+
+
+def _shown(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.1f}"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("mstar")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
