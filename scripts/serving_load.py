@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import zmq
 
 PING_EVERY_S = 5.0  # a daemon's lease is 30 s by default
+LOST_S = 30.0
 STALL_FACTOR = 5.0
 ORDINARY_SHARE = 0.97  # special ids are at the end of the vocabulary; prompts are drawn below it
 
@@ -162,13 +163,12 @@ def closed_loop(
     output_tokens: int,
     concurrency: int,
     timeout_s: float = 600.0,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
     """Keeps `concurrency` requests in flight until every prompt was served once.
 
     Requests are greedy, ignore the end of sequence and ask for ids, so that every token shows as an
     event even where it has no text. A request that errs or ends short is a failure of its own; a
-    daemon that says nothing for `timeout_s` is a BenchError.
+    daemon that leaves pings unanswered for LOST_S, or all requests for `timeout_s`, is a BenchError.
     """
     batch = uuid.uuid4().hex[:12]
     traces: dict[str, Trace] = {}
@@ -190,21 +190,26 @@ def closed_loop(
             "ignore_eos": True,
             "return_ids": True,
         }
-        traces[key] = Trace(clock())
+        traces[key] = Trace(time.perf_counter())
         link.send(message)
         return True
 
     while live < concurrency and send_next():
         live += 1
-    heard = pinged = clock()
+    alive = heard = pinged = time.perf_counter()
     while live:
         event = link.receive(PING_EVERY_S)
-        now = clock()
+        now = time.perf_counter()
         if now - pinged > PING_EVERY_S:
             link.send({"type": "ping"})
             pinged = now
-        trace = traces.get(event.get("id", "")) if event is not None else None
+        trace = None
+        if event is not None:
+            alive = now
+            trace = traces.get(event.get("id", ""))
         if event is None or trace is None:
+            if now - alive > LOST_S:
+                raise BenchError(f"the daemon is gone: it left pings unanswered for {LOST_S:.0f} s")
             if now - heard > timeout_s:
                 raise BenchError(f"{live} requests heard nothing from the daemon for {timeout_s:.0f} s")
             continue
