@@ -36,7 +36,7 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws its tokens, checked by the daemon. Field meanings: docs/protocol.md, `generate`."""
+    """How one request draws its tokens, checked by the daemon. Meanings: docs/protocol.md, `generate`."""
 
     max_tokens: int
     seed: int  # always set; the daemon draws one where the client gave none
@@ -120,7 +120,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank could not load or cannot go on. The supervisor ends the mesh; `error_class` is the protocol's."""
+    """A rank could not load or cannot go on, and the mesh ends. `error_class` is the protocol's."""
 
     rank: int
     error_class: str

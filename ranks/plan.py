@@ -1,8 +1,8 @@
 """What rank 0 decides for one step. Every rank, rank 0 included, does what the plan says and nothing else.
 
-Shapes and block numbers are in the plan; values that a step computes (next tokens, lengths) are not: they live
-in registers by slot on every rank, so the plan of a steady decode step is a few dozen bytes, and a plan can be
-made before the step ahead of it has given its tokens.
+Shapes and block numbers are in the plan; values that a step computes (next tokens, lengths) are not: they
+live in registers by slot on every rank, so the plan of a steady decode step is a few dozen bytes, and a plan
+can be made before the step ahead of it has given its tokens.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TableUpdate:
 class StepPlan:
     """One step: block-table updates, then the prefill part, then the decode part, then sampling.
 
-    Rows that draw a token, in this order: the final chunks', then the decode part's. A row is prefill or decode
-    because the plan says so, never because of how many tokens it has.
+    Rows that draw a token, in this order: the final chunks', then the decode part's. A row is prefill or
+    decode because the plan says so, never because of how many tokens it has.
     """
 
     number: int  # 1, 2, 3, ... without gaps within a load

@@ -1,8 +1,8 @@
 """Which request runs next, and with which blocks: continuous batching, first come first served.
 
-Pure logic on rank 0, without tensors and clocks. `plan()` makes a step's plan, `commit()` takes its results, in
-the same order; between the two the step is in flight, and another may be planned. An aborted or finished request
-keeps its slot and blocks until its last step in flight has come back.
+Pure logic on rank 0, without tensors and clocks. `plan()` makes a step's plan, `commit()` takes its results,
+in the same order; between the two the step is in flight, and another may be planned. An aborted or finished
+request keeps its slot and blocks until its last step in flight has come back.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mstar.ranks.messages import Refused, SamplingParams, Submit, TokenRun
 from mstar.ranks.plan import Chunk, StepPlan, TableUpdate, bucket_of
 from mstar.ranks.request import Request
 
-# A chunk that is not a prompt's last ends at a multiple of this: the chunk length of the delta rule's prefill,
-# so that chunked and whole prefill do the same arithmetic.
+# A chunk that is not a prompt's last ends at a multiple of this: the chunk length of the delta rule's
+# prefill, so that chunked and whole prefill do the same arithmetic.
 CHUNK_BORDER = 64
 # Block-table columns of the decode part come in steps of this (128 tokens): few shapes, little for nothing.
 COLUMN_STEP = 8
@@ -105,8 +105,8 @@ class Scheduler:
             return Refused(submit.request_id, "validation", "the prompt is empty: send at least one token")
         if prompt >= limits.max_seq:
             message = (
-                f"the prompt has {prompt} tokens and max_seq is {limits.max_seq}, which leaves no room for an "
-                "answer: shorten the prompt or load with a larger max_seq"
+                f"the prompt has {prompt} tokens and max_seq is {limits.max_seq}, which leaves no room for "
+                "an answer: shorten the prompt or load with a larger max_seq"
             )
             return Refused(submit.request_id, "context_length", message)
         limit = min(prompt + max(1, submit.sampling.max_tokens), limits.max_seq)
@@ -114,8 +114,8 @@ class Scheduler:
         if blocks_for(limit - 1) > limits.kv_blocks:
             message = (
                 f"prompt and max_tokens need KV for {limit - 1} tokens and the load holds "
-                f"{limits.kv_blocks * BLOCK_SIZE}: shorten the prompt, lower max_tokens, or load with a larger "
-                "memory_fraction"
+                f"{limits.kv_blocks * BLOCK_SIZE}: shorten the prompt, lower max_tokens, or load with a "
+                "larger memory_fraction"
             )
             return Refused(submit.request_id, "context_length", message)
         request = Request(submit.request_id, submit.prompt_ids, submit.sampling, limit)
@@ -124,7 +124,7 @@ class Scheduler:
         return None
 
     def abort(self, request_id: int) -> None:
-        """Forgets a request in whatever phase; unknown ids are ignored. Nothing of it is returned any more."""
+        """Forgets a request in whatever phase; unknown ids are ignored. Nothing more of it is returned."""
         request = self._by_id.get(request_id)
         if request is None:
             return
@@ -133,7 +133,7 @@ class Scheduler:
         self._end(request)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to do or only a step's results can free what is needed."""
+        """The next step, or None when nothing is to do or only results in flight can free what is needed."""
         self.admitted = []
         if not self._reserve_decodes():
             return None
@@ -215,7 +215,7 @@ class Scheduler:
         return True
 
     def _chunks(self, mixed: bool) -> tuple[list[Chunk], list[Request]]:
-        """Prompt tokens for this step: requests in prefill first, then new ones while budget, slots and blocks last."""
+        """Prompt tokens for this step: requests in prefill first, then new ones while there is room."""
         budget = self.limits.mixed_budget if mixed else self.limits.prefill_budget
         chunks: list[Chunk] = []
         requests: list[Request] = []
@@ -235,9 +235,8 @@ class Scheduler:
                 self._admit(request)
             request.computed += size
             budget -= size
-            chunks.append(
-                Chunk(request.slot, start, request.token_ids(start, start + size), request.decoding)
-            )
+            token_ids = request.token_ids(start, start + size)
+            chunks.append(Chunk(request.slot, start, token_ids, final=request.decoding))
             requests.append(request)
         return chunks, requests
 
@@ -248,9 +247,7 @@ class Scheduler:
         request = self.waiting[0]
         # Without the spare blocks, the growth of those that run would preempt it again at once.
         fits = blocks_for(request.tokens) + len(self.running) <= self.blocks.free
-        return (
-            request if fits or (not self.running and blocks_for(request.tokens) <= self.blocks.free) else None
-        )
+        return request if fits else None
 
     def _admit(self, request: Request) -> None:
         self.waiting.popleft()
@@ -269,7 +266,7 @@ class Scheduler:
         request.blocks += taken
 
     def _preempt(self, request: Request) -> None:
-        """Takes all from a request without steps in flight; it will run prompt and output again, first of all."""
+        """Takes all from a request without steps in flight; it runs prompt and output again, first of all."""
         self.counters.preemptions += 1
         self.running.remove(request)
         self._free(request)

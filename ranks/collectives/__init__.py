@@ -20,7 +20,7 @@ __all__ = ["Collective", "CollectiveTimeout", "ShmCollective", "SoloCollective",
 def connect(
     rank: int, size: int, device: torch.device, run_dir: Path, shm_fd: int | None
 ) -> tuple[Collective, str]:
-    """This rank's end of the mesh, and which backend it is. Blocks until the others come, except over shared memory.
+    """This rank's end of the mesh, and which backend it is. Blocks until the others come (shm does not).
 
     shm_fd: the supervisor's region of SHM_REGION_BYTES, for CPU ranks.
     """

@@ -1,4 +1,4 @@
-"""torch.distributed behind the interface: nccl (rccl on ROCm) for GPUs, gloo where there is nothing better."""
+"""torch.distributed behind the interface: nccl (rccl on ROCm) for GPUs, gloo for the rest."""
 
 from __future__ import annotations
 
