@@ -48,20 +48,15 @@ _STREAMED = (GenStart, Token, Reasoning, LoadProgress)
 
 
 class DaemonError(Exception):
-    """An `error` event: its class, message, field and whether trying again may help."""
+    """An `error` event, raised: its class, message, field and whether trying again may help."""
 
-    def __init__(
-        self, error_class: ErrorClass, message: str, field: str | None = None, retryable: bool = False
-    ) -> None:
-        super().__init__(f"{error_class}: {message}")
-        self.error_class = error_class
-        self.message = message
-        self.field = field
-        self.retryable = retryable
-
-    @classmethod
-    def of(cls, error: ErrorEvent | ProtocolError) -> DaemonError:
-        return cls(error.error_class, error.message, error.field, error.retryable)
+    def __init__(self, event: ErrorEvent) -> None:
+        super().__init__(f"{event.error_class}: {event.message}")
+        self.event = event
+        self.error_class = event.error_class
+        self.message = event.message
+        self.field = event.field
+        self.retryable = event.retryable
 
 
 class NoDaemon(Exception):
@@ -143,7 +138,7 @@ class Core:
         try:
             return parse_request({"type": kind, "id": self.new_id(), **fields})
         except ProtocolError as error:
-            raise DaemonError.of(error) from None
+            raise DaemonError(error.event()) from None
 
     async def open(self, request: Request) -> Stream:
         """Sends a request, gives the stream of its events. Raises NoDaemon, or DaemonError `overloaded`."""
@@ -175,9 +170,7 @@ class Core:
         assert request.id is not None
         key = (request.id, request.attempt_id if isinstance(request, Generate) else None)
         if key in self._streams:
-            raise DaemonError(
-                "validation", f"request {key} is still live: take another id or attempt_id", "id"
-            )
+            raise _error("validation", "the request is still live: take another id or attempt_id", key)
         stream = self._streams[key] = Stream(key)
         try:
             self._send(request)
@@ -252,9 +245,7 @@ class Core:
         try:
             self._socket.send(encode_request_msgpack(request), zmq.NOBLOCK)
         except zmq.Again:
-            raise DaemonError(
-                "overloaded", "the daemon takes no more messages now: try again later", retryable=True
-            ) from None
+            raise _error("overloaded", "the daemon takes no more messages now: try again later") from None
         # the socket's descriptor signals edges, and sending may have swallowed one
         asyncio.get_running_loop().call_soon(self._drain)
 
@@ -286,13 +277,11 @@ class Core:
         if stream is None:
             return  # what a finished or forgotten request still had on its way
         if isinstance(event, ErrorEvent):
-            self._end(stream, DaemonError.of(event))
+            self._end(stream, DaemonError(event))
         elif not stream.push(event) and not isinstance(event, Done):
             if key[1] is not None:
                 self.abort(id, key[1])
-            self._end(
-                stream, DaemonError("overloaded", f"{MAX_UNREAD_EVENTS} events were left unread", None, True)
-            )
+            self._end(stream, _error("overloaded", f"{MAX_UNREAD_EVENTS} events were left unread", key))
         elif not isinstance(event, _STREAMED):
             self._end(stream, None)
 
@@ -328,3 +317,8 @@ class Core:
                 self._send(Ping())
             except (DaemonError, NoDaemon) as error:
                 log.warning("ping: %s", error)
+
+
+def _error(error_class: ErrorClass, message: str, key: Key | tuple[None, None] = (None, None)) -> DaemonError:
+    """An error of this side, in the daemon's words."""
+    return DaemonError(ProtocolError(error_class, message, id=key[0], attempt_id=key[1]).event())
