@@ -28,20 +28,21 @@ typedef struct {
 static void attention_head(const attention_args *a, size_t from, const float *norm, int64_t position, float scale,
                            float *x) {
     int64_t n = a->head_dim, half = a->rotary_dim / 2;
-    float sum = 0;
-    for (int64_t i = 0; i < n; i++) {
-        x[i] = load_scalar(a->proj, from + i, a->bf16);
-        sum += x[i] * x[i];
+    vf squares = {0};
+    for (int64_t i = 0; i < n; i += VW) {
+        vf v = load_as_f32(a->proj, from + i, a->bf16);
+        squares += v * v;
     }
-    float rms = 1.0f / sqrtf(sum / n + a->eps);
-    for (int64_t i = 0; i < n; i++) x[i] = x[i] * rms * norm[i];
+    float rms = 1.0f / sqrtf(vsum(squares) / n + a->eps);
+    for (int64_t i = 0; i < n; i += VW)
+        store_f32(x + i, load_as_f32(a->proj, from + i, a->bf16) * rms * load_f32(norm + i));
     for (int64_t i = 0; i < half; i++) {
         float angle = (float)position * a->inv_freq[i], c = cosf(angle), s = sinf(angle);
         float low = x[i], high = x[i + half];
         x[i] = low * c - high * s;
         x[i + half] = high * c + low * s;
     }
-    for (int64_t i = 0; i < n; i++) x[i] = keep(x[i], a->bf16) * scale;
+    for (int64_t i = 0; i < n; i += VW) store_f32(x + i, vkeep(load_f32(x + i), a->bf16) * scale);
 }
 
 /* Norms and turns the rows' q heads and key of one kv head, writes key and value to their block. */
@@ -57,10 +58,9 @@ static void attention_prepare(const attention_args *a, int64_t sequence, int64_t
         int64_t block = a->block_tables[sequence * a->table_ld + position / PANEL], at = position % PANEL;
         size_t tile_at = (block * a->kv_heads + kv) * n * PANEL;
         size_t value = base + (a->q_heads * 2 + a->kv_heads + kv) * n;
-        for (int64_t i = 0; i < n; i++) {
-            store_scalar(a->k_cache, tile_at + i * PANEL + at, key[i], a->bf16);
-            store_scalar(a->v_cache, tile_at + at * n + i, load_scalar(a->proj, value + i, a->bf16), a->bf16);
-        }
+        for (int64_t i = 0; i < n; i++) store_scalar(a->k_cache, tile_at + i * PANEL + at, key[i], a->bf16);
+        size_t item = a->bf16 ? 2 : 4;
+        memcpy((char *)a->v_cache + (tile_at + at * n) * item, (const char *)a->proj + value * item, n * item);
     }
 }
 
@@ -86,8 +86,16 @@ static void attention_product(int64_t M, int64_t K, const float *x, size_t ldx, 
     }
 }
 
-static const void *attention_block(const void *cache, size_t at, int64_t n, int bf16, int convert, float *buffer) {
-    const void *block = (const char *)cache + at * (bf16 ? 2 : 4);
+/* A block's tile, in float32 where several passes will read it. The next one is asked for on the way: blocks
+ * lie anywhere, and a tile ends before the processor has seen where a run of reads goes. */
+static const void *attention_block(const attention_args *a, const void *cache, const int32_t *table, int64_t index,
+                                   int64_t last, int64_t kv, int convert, float *buffer) {
+    const int bf16 = a->bf16;
+    const int64_t n = a->head_dim * PANEL, item = bf16 ? 2 : 4;
+    const char *block = (const char *)cache + ((size_t)table[index] * a->kv_heads + kv) * n * item;
+    int64_t next = index + 1 < last ? index + 1 : index;
+    const char *ahead = (const char *)cache + ((size_t)table[next] * a->kv_heads + kv) * n * item;
+    for (int64_t i = 0; i < n * item; i += 64) __builtin_prefetch(ahead + i, 0, 2);
     if (!convert) return block;
     for (int64_t i = 0; i < n; i += VW) store_f32(buffer + i, load_as_f32(block, i, 1));
     return buffer;
@@ -97,7 +105,13 @@ static const void *attention_block(const void *cache, size_t at, int64_t n, int 
 static float attention_softmax(float *scores, int64_t keys, int64_t visible, float *maximum, float *rescale) {
     float peak = *maximum;
     for (int64_t j = visible < 0 ? 0 : visible; j < keys; j++) scores[j] = -INFINITY;
-    for (int64_t j = 0; j < keys; j++) peak = scores[j] > peak ? scores[j] : peak;
+    vf high = (vf){0} + peak;
+    for (int64_t j = 0; j < keys; j += VW) {
+        vf x = load_f32(scores + j);
+        vi more = x > high;
+        high = (vf)(((vi)x & more) | ((vi)high & ~more));
+    }
+    for (int i = 0; i < VW; i++) peak = high[i] > peak ? high[i] : peak;
     *rescale = peak == -INFINITY ? 1.0f : expf(*maximum - peak);
     *maximum = peak;
     vf total = {0};
@@ -107,9 +121,7 @@ static float attention_softmax(float *scores, int64_t keys, int64_t visible, flo
         store_f32(scores + j, weight);
         total += weight;
     }
-    float sum = 0;
-    for (int i = 0; i < VW; i++) sum += total[i];
-    return sum;
+    return vsum(total);
 }
 
 static __thread float *attention_buffer;
@@ -128,12 +140,11 @@ static void attention_rows(const attention_args *a, int64_t sequence, int64_t kv
     memset(o, 0, M * n * sizeof(float));
     int64_t first = a->starts[sequence] + begin - a->cu_rows[sequence], seen = first + rows;
     const int32_t *table = a->block_tables + sequence * a->table_ld;
-    size_t block_size = n * PANEL;
+    int64_t blocks = (seen + PANEL - 1) / PANEL;
     for (int64_t key = 0; key < seen; key += SPAN) {
         int64_t span = seen - key < SPAN ? (seen - key + PANEL - 1) / PANEL * PANEL : SPAN;
         for (int64_t j = 0; j < span; j += PANEL) {
-            size_t at = ((size_t)table[(key + j) / PANEL] * a->kv_heads + kv) * block_size;
-            const void *w = attention_block(a->k_cache, at, block_size, a->bf16, convert, block);
+            const void *w = attention_block(a, a->k_cache, table, (key + j) / PANEL, blocks, kv, convert, block);
             attention_product(M, n, x, n, w, PANEL, read_bf16, scores + j, SPAN, 0);
         }
         for (int64_t m = 0; m < M; m++) {
@@ -145,8 +156,7 @@ static void attention_rows(const attention_args *a, int64_t sequence, int64_t kv
                 for (int64_t i = 0; i < n; i += VW) store_f32(o + m * n + i, load_f32(o + m * n + i) * rescale);
         }
         for (int64_t j = 0; j < span; j += PANEL) {
-            size_t at = ((size_t)table[(key + j) / PANEL] * a->kv_heads + kv) * block_size;
-            const void *w = attention_block(a->v_cache, at, block_size, a->bf16, convert, block);
+            const void *w = attention_block(a, a->v_cache, table, (key + j) / PANEL, blocks, kv, convert, block);
             size_t item = read_bf16 ? 2 : 4;
             for (int64_t c = 0; c < n; c += PANEL)
                 attention_product(M, PANEL, scores + j, SPAN, (const char *)w + c * item, n, read_bf16, o + c, n, 1);
@@ -155,9 +165,9 @@ static void attention_rows(const attention_args *a, int64_t sequence, int64_t kv
     for (int64_t m = 0; m < M; m++) {
         int64_t row = begin + m / group, head = kv * group + m % group;
         size_t gate = row * a->ld + head * 2 * n + n, to = (row * a->q_heads + head) * n;
-        for (int64_t i = 0; i < n; i++) {
-            float value = keep(o[m * n + i] / sum[m], a->bf16);
-            store_scalar(a->out, to + i, value * sigmoid(load_scalar(a->proj, gate + i, a->bf16)), a->bf16);
+        for (int64_t i = 0; i < n; i += VW) {
+            vf value = vkeep(load_f32(o + m * n + i) / sum[m], a->bf16);
+            store_from_f32(a->out, to + i, value * vsigmoid(load_as_f32(a->proj, gate + i, a->bf16)), a->bf16);
         }
     }
 }

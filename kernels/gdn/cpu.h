@@ -40,21 +40,14 @@ static void gdn_conv(const gdn_args *a, int64_t row, int64_t channel, int64_t n,
         vf sum = {0};
         for (int64_t t = 0; t < width; t++)
             sum += load_f32(window + t * n + c) * load_f32(a->conv_w + t * channels + channel + c);
-        store_f32(u + c, sum);
+        store_f32(u + c, vkeep(vsilu(vkeep(sum, a->bf16)), a->bf16));
     }
-    if (a->bf16)
-        for (int64_t c = 0; c < n; c++) u[c] = round_bf16(u[c]);
-    for (int64_t c = 0; c < n; c += VW) store_f32(u + c, vsilu(load_f32(u + c)));
-    if (a->bf16)
-        for (int64_t c = 0; c < n; c++) u[c] = round_bf16(u[c]);
 }
 
 static void gdn_l2_norm(float *x, int64_t n, float scale) {
     vf squares = {0};
     for (int64_t i = 0; i < n; i += VW) squares += load_f32(x + i) * load_f32(x + i);
-    float sum = 0;
-    for (int i = 0; i < VW; i++) sum += squares[i];
-    scale /= sqrtf(sum + 1e-6f);
+    scale /= sqrtf(vsum(squares) + 1e-6f);
     for (int64_t i = 0; i < n; i += VW) store_f32(x + i, load_f32(x + i) * scale);
 }
 
@@ -102,24 +95,22 @@ static void gdn_delta(float *S, int64_t key_dim, int64_t value_dim, const float 
 }
 
 /* rms norm over the value dim, times w, times silu(z); rounded where the model rounds. */
-static void gdn_gated_norm(const gdn_args *a, const float *o, int64_t row, int64_t head, float *work) {
-    int64_t n = a->value_dim;
-    int bf16 = a->bf16;
-    float sum = 0;
-    for (int64_t i = 0; i < n; i++) {
-        work[i] = keep(o[i], bf16);
-        sum += work[i] * work[i];
-    }
-    float scale = 1.0f / sqrtf(sum / n + a->eps);
-    int64_t channels = a->key_heads * a->key_dim * 2 + a->value_heads * n;
-    size_t z = row * a->ld + channels + head * n;
+static void gdn_gated_norm(const gdn_args *a, const float *o, int64_t row, int64_t head) {
+    const int64_t n = a->value_dim;
+    const int bf16 = a->bf16;
+    vf squares = {0};
     for (int64_t i = 0; i < n; i += VW) {
-        float normed[VW];
-        for (int j = 0; j < VW; j++) normed[j] = keep(keep(work[i + j] * scale, bf16) * a->norm[i + j], bf16);
-        store_f32(work + i, load_f32(normed) * vsilu(load_as_f32(a->proj, z + i, bf16)));
+        vf x = vkeep(load_f32(o + i), bf16);
+        squares += x * x;
     }
-    size_t at = (row * a->value_heads + head) * n;
-    for (int64_t i = 0; i < n; i++) store_scalar(a->out, at + i, work[i], bf16);
+    float scale = 1.0f / sqrtf(vsum(squares) / n + a->eps);
+    int64_t channels = a->key_heads * a->key_dim * 2 + a->value_heads * n;
+    size_t z = row * a->ld + channels + head * n, at = (row * a->value_heads + head) * n;
+    for (int64_t i = 0; i < n; i += VW) {
+        vf normed = vkeep(vkeep(load_f32(o + i), bf16) * scale, bf16);
+        normed = vkeep(normed * load_f32(a->norm + i), bf16);
+        store_from_f32(a->out, at + i, normed * vsilu(load_as_f32(a->proj, z + i, bf16)), bf16);
+    }
 }
 
 static __thread float *gdn_buffer;
@@ -132,8 +123,8 @@ static void gdn_task(void *context, int64_t task) {
     int64_t keys = a->key_heads * K, channels = 2 * keys + a->value_heads * V;
     int64_t begin[3] = {key_head * K, keys + key_head * K, 2 * keys + key_head * group * V};
     int64_t count[3] = {K, K, group * V}, n = 2 * K + group * V;
-    float *window = scratch(&gdn_buffer, &gdn_capacity, (width + 1) * n + 2 * V);
-    float *u = window + width * n, *o = u + n, *work = o + V;
+    float *window = scratch(&gdn_buffer, &gdn_capacity, (width + 1) * n + V);
+    float *u = window + width * n, *o = u + n;
     float *part[3] = {window, window + width * K, window + 2 * width * K};
     float *q = u, *k = u + K, *v = u + 2 * K;
 
@@ -142,9 +133,10 @@ static void gdn_task(void *context, int64_t task) {
     size_t conv_at = slot * (width - 1) * channels;
     for (int s = 0; s < 3; s++)
         for (int64_t t = 0; t < width - 1; t++)
-            for (int64_t c = 0; c < count[s]; c++)
-                part[s][(t + 1) * count[s] + c] =
-                    fresh ? 0 : load_scalar(a->conv, conv_at + t * channels + begin[s] + c, a->bf16);
+            for (int64_t c = 0; c < count[s]; c += VW) {
+                vf x = load_as_f32(a->conv, conv_at + t * channels + begin[s] + c, a->bf16);
+                store_f32(part[s] + (t + 1) * count[s] + c, fresh ? (vf){0} : x);
+            }
     float *states = a->state + (slot * a->value_heads + key_head * group) * K * V;
     if (fresh) memset(states, 0, group * K * V * sizeof(float));
 
@@ -161,13 +153,14 @@ static void gdn_task(void *context, int64_t task) {
             float x = load_scalar(a->proj, gates + a->value_heads, a->bf16) + a->dt_bias[head];
             float softplus = x > 20.0f ? x : log1pf(expf(x));
             gdn_delta(states + g * K * V, K, V, q, k, v + g * V, expf(a->decay[head] * softplus), beta, o);
-            gdn_gated_norm(a, o, row, head, work);
+            gdn_gated_norm(a, o, row, head);
         }
     }
     for (int s = 0; s < 3; s++)
         for (int64_t t = 0; t < width - 1; t++)
-            for (int64_t c = 0; c < count[s]; c++)
-                store_scalar(a->conv, conv_at + t * channels + begin[s] + c, part[s][(t + 1) * count[s] + c], a->bf16);
+            for (int64_t c = 0; c < count[s]; c += VW)
+                store_from_f32(a->conv, conv_at + t * channels + begin[s] + c,
+                               load_f32(part[s] + (t + 1) * count[s] + c), a->bf16);
 }
 
 /* Dims are multiples of 16. Sequences own distinct slots, but for the sink, whose content means nothing:

@@ -29,14 +29,16 @@ static void linear_prologue(void *context, int64_t block) {
     int64_t end = (block + 1) * 16 < a->rows ? (block + 1) * 16 : a->rows;
     for (int64_t r = block * 16; r < end; r++) {
         float *to = a->rows_f32 + r * a->K;
-        for (int64_t k = 0; k < a->K; k++) to[k] = load_scalar(a->x, r * a->ldx + k, a->act_bf16);
-        if (!a->norm) continue;
         vf squares = {0};
-        for (int64_t k = 0; k < a->K; k += VW) squares += load_f32(to + k) * load_f32(to + k);
-        float sum = 0;
-        for (int i = 0; i < VW; i++) sum += squares[i];
-        float scale = 1.0f / sqrtf(sum / a->K + a->eps);
-        for (int64_t k = 0; k < a->K; k++) to[k] = keep(to[k] * scale * a->norm[k], a->act_bf16);
+        for (int64_t k = 0; k < a->K; k += VW) {
+            vf x = load_as_f32(a->x, r * a->ldx + k, a->act_bf16);
+            store_f32(to + k, x);
+            squares += x * x;
+        }
+        if (!a->norm) continue;
+        float scale = 1.0f / sqrtf(vsum(squares) / a->K + a->eps);
+        for (int64_t k = 0; k < a->K; k += VW)
+            store_f32(to + k, vkeep(load_f32(to + k) * scale * load_f32(a->norm + k), a->act_bf16));
     }
 }
 
@@ -62,57 +64,79 @@ INLINE void linear_tile(int R, const linear_args *a, const float *x, const void 
 #undef AT
 }
 
-static void linear_store(const linear_args *a, int64_t row, int64_t column, const float *acc) {
-    int bf16 = a->act_bf16;
-    if (a->epilogue == SILU_GATED) { /* panels alternate: gate, up */
-        int64_t I = a->N / 2;
-        for (int pair = 0; pair < QUAD / 2; pair++) {
-            int64_t first = column / 2 + pair * PANEL;
-            float gate[PANEL];
-            for (int i = 0; i < PANEL; i++) gate[i] = keep(acc[pair * 2 * PANEL + i], bf16);
-            for (int i = 0; i < PANEL; i += VW) store_f32(gate + i, vsilu(load_f32(gate + i)));
-            for (int i = 0; i < PANEL && first + i < I; i++) {
-                float up = keep(acc[(pair * 2 + 1) * PANEL + i], bf16);
-                store_scalar(a->out, row * I + first + i, keep(gate[i], bf16) * up, bf16);
-            }
-        }
-        return;
-    }
-    int64_t width = a->N - column < QUAD * PANEL ? a->N - column : QUAD * PANEL;
-    size_t at = row * a->N + column;
-    if (a->epilogue == STORE_F32) {
-        memcpy((float *)a->out + at, acc, width * sizeof(float));
-    } else if (a->epilogue == ADD_RESIDUAL) {
-        for (int64_t i = 0; i < width; i++)
-            store_scalar(a->out, at + i, load_scalar(a->residual, at + i, bf16) + keep(acc[i], bf16), bf16);
-    } else {
-        for (int64_t i = 0; i < width; i++) store_scalar(a->out, at + i, acc[i], bf16);
+static void linear_rows_tile(int64_t R, int64_t K, const float *x, size_t ldx, const float *w, float *out,
+                             int accumulate) {
+    switch (R) {
+        case 1: tile(1, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
+        case 2: tile(2, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
+        case 3: tile(3, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
+        case 4: tile(4, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
+        case 5: tile(5, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
+        default: tile(6, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate);
     }
 }
 
-static __thread float *linear_panels;
-static __thread size_t linear_panels_capacity;
+static void linear_store(const linear_args *a, int64_t row, int64_t column, const float *acc) {
+    const int bf16 = a->act_bf16;
+    const int gated = a->epilogue == SILU_GATED; /* panels alternate: gate, up */
+    int64_t n = gated ? a->N / 2 : a->N, first = gated ? column / 2 : column;
+    float values[QUAD * PANEL];
+    for (int i = 0; gated && i < QUAD * PANEL / 2; i += VW) {
+        const float *gate = acc + i / PANEL * 2 * PANEL + i % PANEL;
+        vf silu = vkeep(vsilu(vkeep(load_f32(gate), bf16)), bf16);
+        store_f32(values + i, silu * vkeep(load_f32(gate + PANEL), bf16));
+    }
+    if (gated) acc = values;
+    int64_t width = gated ? QUAD * PANEL / 2 : QUAD * PANEL;
+    width = n - first < width ? n - first : width;
+    size_t at = row * n + first;
+    if (a->epilogue == STORE_F32) {
+        memcpy((float *)a->out + at, acc, width * sizeof(float));
+        return;
+    }
+    int residual = a->epilogue == ADD_RESIDUAL;
+    int64_t i = 0;
+    for (; i + VW <= width; i += VW) {
+        vf v = load_f32(acc + i);
+        if (residual) v = load_as_f32(a->residual, at + i, bf16) + vkeep(v, bf16);
+        store_from_f32(a->out, at + i, v, bf16);
+    }
+    for (; i < width; i++) {
+        float v = acc[i];
+        if (residual) v = load_scalar(a->residual, at + i, bf16) + keep(v, bf16);
+        store_scalar(a->out, at + i, v, bf16);
+    }
+}
+
+/* More rows than one pass over the weights takes: 128 rows of a panel (8 KiB, the first cache) serve them all. */
+static void linear_block(const linear_args *a, int64_t begin, int64_t end, const void *w, float *acc) {
+    float panel[K_BLOCK * PANEL];
+    for (int p = 0; p < QUAD; p++)
+        for (int64_t k = 0; k < a->K; k += K_BLOCK) {
+            int64_t n = a->K - k < K_BLOCK ? a->K - k : K_BLOCK;
+            size_t at = ((size_t)p * a->K + k) * PANEL;
+            const float *rows = (const float *)w + at;
+            if (a->w_bf16) {
+                for (int64_t i = 0; i < n * PANEL; i += VW) store_f32(panel + i, load_as_f32(w, at + i, 1));
+                rows = panel;
+            }
+            for (int64_t r = begin; r < end; r += TILE_ROWS)
+                linear_rows_tile(end - r, n, a->rows_f32 + r * a->K + k, a->K, rows,
+                                 acc + (r - begin) * QUAD * PANEL + p * PANEL, k > 0);
+        }
+}
 
 static void linear_task(void *context, int64_t task) {
     const linear_args *a = context;
     int64_t quad = task % a->quads, block = task / a->quads;
     int64_t begin = block * ROW_BLOCK, end = begin + ROW_BLOCK < a->rows ? begin + ROW_BLOCK : a->rows;
-    size_t panels = (size_t)a->K * PANEL * QUAD;
-    const void *w = (const char *)a->w + quad * panels * (a->w_bf16 ? 2 : 4);
-    int bf16 = a->w_bf16;
-    if (bf16 && end - begin > TILE_ROWS) { /* more than one pass over the weights: convert them once */
-        float *f32 = scratch(&linear_panels, &linear_panels_capacity, panels);
-        for (size_t i = 0; i < panels; i += VW) store_f32(f32 + i, load_as_f32(w, i, 1));
-        w = f32;
-        bf16 = 0;
-    }
-    float acc[TILE_ROWS * QUAD * PANEL];
-    for (int64_t r = begin; r < end; r += TILE_ROWS) {
-        int R = end - r < TILE_ROWS ? (int)(end - r) : TILE_ROWS;
-        if (bf16) linear_tile(R, a, a->rows_f32 + r * a->K, w, 1, acc);
-        else linear_tile(R, a, a->rows_f32 + r * a->K, w, 0, acc);
-        for (int i = 0; i < R; i++) linear_store(a, r + i, quad * QUAD * PANEL, acc + i * QUAD * PANEL);
-    }
+    const void *w = (const char *)a->w + (size_t)quad * a->K * PANEL * QUAD * (a->w_bf16 ? 2 : 4);
+    float acc[ROW_BLOCK * QUAD * PANEL];
+    const float *x = a->rows_f32 + begin * a->K;
+    if (end - begin > TILE_ROWS) linear_block(a, begin, end, w, acc);
+    else if (a->w_bf16) linear_tile((int)(end - begin), a, x, w, 1, acc);
+    else linear_tile((int)(end - begin), a, x, w, 0, acc);
+    for (int64_t r = begin; r < end; r++) linear_store(a, r, quad * QUAD * PANEL, acc + (r - begin) * QUAD * PANEL);
 }
 
 static float *linear_rows;

@@ -19,6 +19,7 @@ typedef float vf __attribute__((vector_size(VW * 4)));
 typedef float vf_any __attribute__((vector_size(VW * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint16_t vh __attribute__((vector_size(VW * 2)));
 typedef uint16_t vh_any __attribute__((vector_size(VW * 2), aligned(2), may_alias));
 
 INLINE vf load_f32(const float *p) { return *(const vf_any *)p; }
@@ -59,7 +60,27 @@ INLINE void store_scalar(void *base, size_t index, float value, int bf16) {
     else ((float *)base)[index] = value;
 }
 
+INLINE vu bf16_bits(vf v) {
+    vu bits = (vu)v;
+    vu nan = (vu)(v != v);
+    return (((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | ((bits | 0x400000) & nan)) >> 16;
+}
+
+/* VW elements to `index` of an array of float32 or bf16, rounded to nearest even. */
+INLINE void store_from_f32(void *base, size_t index, vf v, int bf16) {
+    if (bf16) *(vh_any *)((uint16_t *)base + index) = __builtin_convertvector(bf16_bits(v), vh);
+    else store_f32((float *)base + index, v);
+}
+
+/* What the value is once it has been kept in the model's dtype. */
 INLINE float keep(float value, int bf16) { return bf16 ? round_bf16(value) : value; }
+INLINE vf vkeep(vf v, int bf16) { return bf16 ? (vf)(bf16_bits(v) << 16) : v; }
+
+INLINE float vsum(vf v) {
+    float sum = 0;
+    for (int i = 0; i < VW; i++) sum += v[i];
+    return sum;
+}
 
 /* exp to about 2 ulp (range reduction by ln 2 in two parts, Cephes' polynomial); 0 below -87. */
 INLINE vf vexp(vf x) {
@@ -82,6 +103,7 @@ INLINE vf vexp(vf x) {
 }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
 INLINE vf vsilu(vf x) { return x / (1.0f + vexp(-x)); }
 
 /* out[r][c] (+)= sum over k of x[r][k] * w[p][k][c]: R rows by P panels of 16 columns, R and P constants.
