@@ -24,6 +24,8 @@ _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float
 
 # Bytes of a file that are mapped in at a time: small beside any shard, large beside a system call.
 _PIECE_BYTES = 1 << 20
+# The most that Linux maps at one fault: a huge page of its cache.
+_FAULT_BYTES = 2 << 20
 
 Progress = Callable[[str, int, int, str], None]  # stage ("read"), done, total, unit ("bytes")
 
@@ -123,10 +125,15 @@ def _map(file: Path) -> mmap.mmap:
 
 
 def _release(data: mmap.mmap, offset: int, length: int) -> None:
-    """Hands a copied piece's pages back; the system keeps them cached for the other ranks."""
+    """Hands a copied piece's pages back; the system keeps them cached for the other ranks.
+
+    A fault also maps its neighbours, those of the piece before included: without the margin they add up to a
+    twentieth of the file.
+    """
     if hasattr(mmap, "MADV_DONTNEED"):
-        start = offset - offset % mmap.PAGESIZE
-        data.madvise(mmap.MADV_DONTNEED, start, offset + length - start)
+        start = max(0, offset - _FAULT_BYTES)
+        start -= start % mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, start, min(len(data), offset + length + _FAULT_BYTES) - start)
 
 
 def _torch_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,0 +1,290 @@
+"""Reading checkpoints: every layout gives the same weights, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mstar.loader import checkpoint
+from mstar.loader.checkpoint import load_shard
+from mstar.loader.config import read_config
+from mstar.loader.errors import LoadError
+from mstar.loader.fingerprint import fingerprint
+from mstar.loader.headers import find_sidecar, has_head
+from mstar.loader.manifest import read_manifest
+from mstar.loader.resolve import resolve
+from mstar.loader.sharding import shard_bytes
+from tests.support import checkpoints
+from tests.support.checkpoints import SHAPES, load_oracle, write_checkpoint
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def load(path, dtype="fp32"):
+    return load_shard(path, read_config(path), 0, 1, dtype)
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def refusal(path) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        load(path)
+    assert caught.value.error_class == "validation"
+    return caught.value
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("tied", "nested"), [(True, False), (False, True)])
+def test_weights_are_those_that_transformers_reads(tmp_path, shape, tied, nested):
+    path = write_checkpoint(tmp_path, shape, tied=tied, nested=nested, with_mtp="beside")
+    theirs = load_oracle(path).state_dict()
+    ours = load(path)
+    assert len(ours) == len(theirs) - (1 if tied else 0)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs.get(f"model.{name}", theirs.get(name))), name
+
+
+def test_every_layout_of_the_files_gives_the_same_weights(tmp_path):
+    plain = load(write_checkpoint(tmp_path / "plain", tied=False))
+    layouts = {
+        "indexed": {"sharded_files": 3},
+        "nested": {"nested": True, "sharded_files": 2},
+        "bare": {"prefix": ""},
+        "language": {"prefix": "model.language_model."},
+        "vision": {"with_vision": True},
+        "head": {"with_mtp": "beside"},
+        "sidecar": {"with_mtp": "sidecar", "sharded_files": 2},
+    }
+    for name, options in layouts.items():
+        path = write_checkpoint(tmp_path / name, tied=False, **options)
+        assert same(load(path), plain), name
+
+
+def test_several_files_without_an_index_are_read_together(tmp_path):
+    path = write_checkpoint(tmp_path, sharded_files=2, with_mtp="sidecar")
+    indexed = load(path)
+    (path / "model.safetensors.index.json").unlink()
+    assert same(load(path), indexed)
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("wanted", ["bf16", "fp16", "fp32"])
+def test_weights_come_in_the_dtype_of_the_load_and_decays_in_float32(tmp_path, source, wanted):
+    path = write_checkpoint(tmp_path, dtype=source)
+    files = load_file(path / "model.safetensors")
+    for name, value in load(path, wanted).items():
+        kept = name.endswith(("A_log", "dt_bias"))
+        dtype = torch.float32 if kept else checkpoint.TORCH_DTYPES[wanted]
+        assert value.dtype == dtype
+        assert torch.equal(value, files[f"model.{name}"].to(dtype))
+
+
+def test_decays_stored_in_bf16_are_widened(tmp_path):
+    path = write_checkpoint(tmp_path)
+    name = "model.layers.0.linear_attn.A_log"
+    rounded = load_file(path / "model.safetensors")[name].bfloat16()
+    checkpoints.edit_weights(path, **{name.replace(".", "__"): rounded})
+    assert torch.equal(load(path)["layers.0.linear_attn.A_log"], rounded.float())
+
+
+def test_a_head_changes_nothing_in_the_trunk(tmp_path):
+    """Norms stay zero-centred whether or not mtp.* weights are there: no +1 is ever applied at load."""
+    alone = load(write_checkpoint(tmp_path / "alone"))
+    for where in ("beside", "sidecar"):
+        path = write_checkpoint(tmp_path / where, with_mtp=where)
+        assert has_head(path)
+        assert same(load(path), alone)
+    assert not has_head(tmp_path / "alone")
+
+
+def test_sidecar_is_found_and_left_unread(tmp_path):
+    path = write_checkpoint(tmp_path, with_mtp="sidecar")
+    plain = load(path)
+    sidecar = find_sidecar(path)
+    assert sidecar == path / "model.mtp.safetensors"
+    trunk = load_file(path / "model.safetensors")
+    save_file({name: value + 1 for name, value in trunk.items()}, sidecar)  # looks like a trunk
+    assert same(load(path), plain)
+    sidecar.write_bytes(b"nothing that can be read")
+    assert same(load(path), plain)
+
+
+def test_two_sidecars_are_refused_by_name(tmp_path):
+    path = write_checkpoint(tmp_path, with_mtp="sidecar")
+    (path / "other.mtp.safetensors").write_bytes(b"")
+    with pytest.raises(LoadError, match=r"model\.mtp\.safetensors, other\.mtp\.safetensors"):
+        find_sidecar(path)
+
+
+def test_sidecar_alone_is_no_trunk(tmp_path):
+    path = write_checkpoint(tmp_path, with_mtp="sidecar")
+    (path / "model.safetensors").unlink()
+    assert "no *.safetensors" in refusal(path).message
+
+
+def test_tied_config_ignores_an_lm_head_in_the_file(tmp_path):
+    path = write_checkpoint(tmp_path, tied=True, lm_head=True)
+    assert "lm_head.weight" not in load(path)
+
+
+def test_untied_config_without_lm_head_names_it(tmp_path):
+    path = write_checkpoint(tmp_path, tied=False, lm_head=False)
+    assert "missing: lm_head.weight" in refusal(path).message
+
+
+def test_missing_extra_and_misshapen_weights_are_named_in_one_error(tmp_path):
+    path = write_checkpoint(tmp_path)
+    checkpoints.drop_tensor(path, "model.layers.0.mlp.up_proj.weight")
+    checkpoints.drop_tensor(path, "model.norm.weight")
+    checkpoints.misshape_tensor(path, "model.layers.3.self_attn.k_proj.weight")
+    checkpoints.edit_weights(
+        path,
+        model__layers__4__mlp__up_proj__weight=torch.zeros(2, 2),
+        model__layers__1__linear_attn__A_log=torch.zeros(4, dtype=torch.int32),
+    )
+    message = refusal(path).message
+    assert "missing: layers.0.mlp.up_proj.weight, norm.weight" in message
+    assert "wrong shape: layers.3.self_attn.k_proj.weight (has [65, 64], the config says [64, 64])" in message
+    assert "layers.1.linear_attn.A_log (I32)" in message
+    assert "not part of this model: layers.4.mlp.up_proj.weight" in message
+
+
+def test_weights_under_two_prefixes_are_refused(tmp_path):
+    path = write_checkpoint(tmp_path)
+    checkpoints.edit_weights(path, model__language_model__norm__weight=torch.zeros(64))
+    assert "two prefixes: norm.weight" in refusal(path).message
+
+
+def test_an_override_that_the_weights_do_not_fit_is_refused(tmp_path):
+    path = write_checkpoint(tmp_path)
+    config = read_config(path, {"intermediate_size": 72})
+    with pytest.raises(
+        LoadError, match=r"mlp\.down_proj\.weight \(has \[64, 144\], the config says \[64, 72\]\)"
+    ):
+        read_manifest(path, config)
+
+
+@pytest.mark.parametrize("drop", [1, 5000, 10**9])
+def test_truncated_file_is_named(tmp_path, drop):
+    path = write_checkpoint(tmp_path)
+    checkpoints.truncate_weights(path, min(drop, (path / "model.safetensors").stat().st_size - 4))
+    assert str(path / "model.safetensors") in refusal(path).message
+
+
+def test_corrupt_and_empty_files_are_named(tmp_path):
+    path = write_checkpoint(tmp_path)
+    checkpoints.corrupt_header(path)
+    assert str(path / "model.safetensors") in refusal(path).message
+    for content in (b"", b"\0" * 8, b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"):
+        (path / "model.safetensors").write_bytes(content)
+        assert "model.safetensors" in refusal(path).message
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        5,
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+    ],
+)
+def test_lying_headers_are_refused(tmp_path, entry):
+    path = write_checkpoint(tmp_path)
+    header = json.dumps({"a": entry}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with pytest.raises(LoadError, match=r"model\.safetensors"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        [],
+        {},
+        {"model.norm.weight": 5},
+        {"model.norm.weight": "../model.safetensors"},
+        {"model.norm.weight": "absent.safetensors"},
+        {
+            "model.norm.weight": "model-00001-of-00002.safetensors",
+            "model.ghost": "model-00001-of-00002.safetensors",
+        },
+    ],
+)
+def test_wrong_index_is_refused(tmp_path, weight_map):
+    path = write_checkpoint(tmp_path, sharded_files=2)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert refusal(path).message
+
+
+def test_progress_counts_to_the_whole(tmp_path):
+    path = write_checkpoint(tmp_path, sharded_files=2)
+    calls = []
+    load_shard(path, read_config(path), 0, 2, "bf16", lambda *call: calls.append(call))
+    stages, done, totals, units = zip(*calls, strict=True)
+    assert set(stages) == {"read"} and set(units) == {"bytes"} and len(set(totals)) == 1
+    assert list(done) == sorted(done) and done[-1] == totals[0]
+
+
+def test_fingerprint_tells_config_and_layout_apart_and_nothing_else(tmp_path):
+    first = write_checkpoint(tmp_path / "first", seed=1)
+    second = write_checkpoint(tmp_path / "second", seed=2)
+    assert fingerprint(first) == fingerprint(second)
+    others = [
+        write_checkpoint(tmp_path / "wide", seed=1, intermediate_size=160),
+        write_checkpoint(tmp_path / "fp32", seed=1, dtype="fp32"),
+        write_checkpoint(tmp_path / "head", seed=1, with_mtp="sidecar"),
+        write_checkpoint(tmp_path / "theta", seed=1, max_position_embeddings=64),
+    ]
+    assert len({fingerprint(path) for path in (first, *others)}) == 5
+    assert len(fingerprint(resolve("builtin:tiny"))) == 64
+
+
+PEAK_SCRIPT = """
+import re, sys
+import torch
+from mstar.loader import read_config
+from mstar.loader.checkpoint import load_shard
+
+def status(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
+
+torch.set_num_threads(1)
+path, warm, rank, size, dtype = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+load_shard(warm, read_config(warm), 0, 1, dtype)  # what a first call imports and allocates once
+config = read_config(path)
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = status("VmRSS")
+shard = load_shard(path, config, rank, size, dtype)
+print(status("VmHWM") - before, sum(value.nbytes for value in shard.values()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("rank", "size", "dtype"), [(0, 1, "bf16"), (1, 4, "bf16"), (3, 4, "fp32")])
+def test_peak_memory_of_a_rank_is_its_shard_and_a_tenth(tmp_path, rank, size, dtype):
+    warm = write_checkpoint(tmp_path / "warm")
+    path = tmp_path / "model"
+    write_checkpoint(path, tied=False, hidden_size=512, intermediate_size=4096, vocab_size=40_001)
+    command = [sys.executable, "-c", PEAK_SCRIPT, str(path), str(warm), str(rank), str(size), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, shard = map(int, done.stdout.split())
+    assert shard == shard_bytes(read_config(path), size, dtype)
+    assert peak <= 1.1 * shard, f"peak {peak} bytes, shard {shard}"
