@@ -205,13 +205,15 @@ def _check_architecture(top: Mapping[str, Any], nested: Mapping[str, Any] | None
 def _flatten(top: Mapping[str, Any], nested: Mapping[str, Any] | None) -> dict[str, Any]:
     """The text model's fields in one map, today's and older spellings folded into one name each.
 
-    The text level wins over the top one where checkpoints write a field at either (tying, dtype). A config
-    that names no dtype is read as bf16, in which the family is published.
+    dtype: the text level wins over the top one, and a config that names none is read as bf16, in which the
+    family is published. Tying: multimodal checkpoints say it at either level, and tools that fill in the other
+    write its default, false: one true is enough.
     """
     text = dict(top if nested is None else nested)
-    for name, *spellings in (("tie_word_embeddings",) * 2, ("dtype", "dtype", "torch_dtype")):
-        written = (level.get(spelling) for level in (text, top) for spelling in spellings)
-        text[name] = next((value for value in written if value is not None), None)
+    written = [level.get(name) for level in (text, top) for name in ("dtype", "torch_dtype")]
+    text["dtype"] = next((value for value in written if value is not None), None)
+    tied = [Fields(level, {}).boolean("tie_word_embeddings", default=False) for level in (text, top)]
+    text["tie_word_embeddings"] = any(tied)
     spellings = ["rope_parameters", "rope_scaling"]  # older configs: rope_theta beside rope_scaling
     rope = next((found for found in map(Fields(text, {}).mapping, spellings) if found is not None), {})
     if any(isinstance(value, dict) for value in rope.values()):

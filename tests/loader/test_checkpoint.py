@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mstar.loader import checkpoint
 from mstar.loader.checkpoint import load_shard
-from mstar.loader.config import read_config
+from mstar.loader.config import parse_config, read_config
 from mstar.loader.errors import LoadError
 from mstar.loader.fingerprint import fingerprint
 from mstar.loader.headers import find_sidecar, has_head
@@ -20,7 +25,7 @@ from mstar.loader.manifest import read_manifest
 from mstar.loader.resolve import resolve
 from mstar.loader.sharding import shard_bytes
 from tests.support import checkpoints
-from tests.support.checkpoints import SHAPES, load_oracle, write_checkpoint
+from tests.support.checkpoints import SHAPES, load_oracle, text_config, write_checkpoint
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -257,6 +262,41 @@ def test_fingerprint_tells_config_and_layout_apart_and_nothing_else(tmp_path):
     assert len(fingerprint(resolve("builtin:tiny"))) == 64
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_damage_to_a_file_reads_or_is_refused_by_its_name(tmp_path_factory, data):
+    """Bytes overwritten, cut out or cut off: never another exception, never a read past the file's end."""
+    path = tmp_path_factory.mktemp("damaged")
+    whole = _whole_file()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    at = data.draw(st.integers(0, 8) | st.integers(0, header_end) | st.integers(0, len(whole)))
+    damage = data.draw(st.binary(max_size=12))
+    cut_bytes = data.draw(st.sampled_from([0, len(damage), len(damage), 1, 1 << 30]))
+    (path / "model.safetensors").write_bytes(whole[:at] + damage + whole[at + cut_bytes :])
+    config = parse_config(text_config(), {}, {})
+    try:
+        shard = load_shard(path, config, 0, 1, "bf16")
+    except LoadError as error:
+        assert error.error_class in ("validation", "unsupported")
+        assert str(path) in error.message
+    else:
+        assert sum(value.nbytes for value in shard.values()) == shard_bytes(config, 1, "bf16")
+
+
+@functools.cache
+def _whole_file():
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), tied=False, dtype="fp32")
+        return (path / "model.safetensors").read_bytes()
+
+
+def test_truncated_file_of_several_is_named(tmp_path):
+    path = write_checkpoint(tmp_path, sharded_files=3)
+    file = path / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    assert str(file) in refusal(path).message
+
+
 PEAK_SCRIPT = """
 import re, sys
 import torch
@@ -277,14 +317,19 @@ print(status("VmHWM") - before, sum(value.nbytes for value in shard.values()))
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A checkpoint of 95 MB, large beside what an interpreter's own memory does meanwhile."""
+    path = tmp_path_factory.mktemp("large")
+    return write_checkpoint(path, tied=False, hidden_size=384, intermediate_size=4096, vocab_size=40_001)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(("rank", "size", "dtype"), [(0, 1, "bf16"), (1, 4, "bf16"), (3, 4, "fp32")])
-def test_peak_memory_of_a_rank_is_its_shard_and_a_tenth(tmp_path, rank, size, dtype):
-    warm = write_checkpoint(tmp_path / "warm")
-    path = tmp_path / "model"
-    write_checkpoint(path, tied=False, hidden_size=512, intermediate_size=4096, vocab_size=40_001)
-    command = [sys.executable, "-c", PEAK_SCRIPT, str(path), str(warm), str(rank), str(size), dtype]
+@pytest.mark.parametrize(("rank", "size", "dtype"), [(0, 1, "bf16"), (3, 4, "fp32")])
+def test_peak_memory_of_a_rank_is_its_shard_and_a_tenth(tmp_path, large, rank, size, dtype):
+    warm = write_checkpoint(tmp_path)
+    command = [sys.executable, "-c", PEAK_SCRIPT, str(large), str(warm), str(rank), str(size), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, shard = map(int, done.stdout.split())
-    assert shard == shard_bytes(read_config(path), size, dtype)
+    assert shard == shard_bytes(read_config(large), size, dtype)
     assert peak <= 1.1 * shard, f"peak {peak} bytes, shard {shard}"

@@ -88,9 +88,16 @@ def test_rope_reads_alike_in_its_older_spellings():
 
 @pytest.mark.parametrize(
     ("top", "text", "tied"),
-    [(True, None, True), (None, True, True), (False, True, True), (True, False, False), (None, None, False)],
+    [
+        (True, None, True),
+        (None, True, True),
+        (False, True, True),
+        (True, False, True),
+        (False, None, False),
+        (None, None, False),
+    ],
 )
-def test_tying_is_found_at_either_level_and_the_text_level_wins(top, text, tied):
+def test_tying_is_found_at_either_level(top, text, tied):
     config = nested_config(tie_word_embeddings=text) | {"tie_word_embeddings": top}
     assert parse_config(config, {}, {}).tie_word_embeddings is tied
 
@@ -230,6 +237,41 @@ def test_broken_generation_config_names_the_file(tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(LoadError, match=r"generation_config\.json"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {},
+        {"rope_parameters": None, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+        {"rope_parameters": None, "rope_theta": 5e6, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 2e6}, "partial_rotary_factor": 0.5},
+        {"rope_parameters": None},
+        {
+            "head_dim": None,
+            "rms_norm_eps": None,
+            "linear_conv_kernel_dim": None,
+            "max_position_embeddings": None,
+        },
+    ],
+)
+def test_spellings_and_defaults_read_as_transformers_reads_them(older):
+    from transformers import Qwen3_5TextConfig
+
+    config = {name: value for name, value in (text_config() | older).items() if value is not None}
+    ours = parse_config(config, {}, {})
+    theirs = Qwen3_5TextConfig(**config)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.partial_rotary_factor == theirs.rope_parameters["partial_rotary_factor"]
+    assert list(ours.layer_types) == theirs.layer_types
+    for name in (
+        "head_dim",
+        "rms_norm_eps",
+        "linear_conv_kernel_dim",
+        "max_position_embeddings",
+        "vocab_size",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
 
 
 JSON = st.recursive(
