@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import sys
 from collections import deque
 from typing import Any
 
@@ -220,6 +221,7 @@ class Core:
             raise NoDaemon(f"{self.address} is no address to connect to: {error}") from None
         loop.add_reader(self._socket.fileno(), self._drain)
         loop.add_reader(self._monitor.fileno(), self._watch)
+        self._watch()  # a socket's descriptor signals nothing before the socket was found empty once
 
     async def _disconnect(self) -> None:
         if self._keeper is not None:
@@ -249,8 +251,8 @@ class Core:
         # the socket's descriptor signals edges, and sending may have swallowed one
         asyncio.get_running_loop().call_soon(self._drain)
 
-    def _drain(self) -> None:
-        for _ in range(MAX_DRAIN):
+    def _drain(self, most: int = MAX_DRAIN) -> None:
+        for _ in range(most):
             if self._socket is None:
                 return
             try:
@@ -297,7 +299,7 @@ class Core:
             except zmq.Again:
                 return
             if parse_monitor_message(message)["event"] == zmq.EVENT_DISCONNECTED:
-                self._drain()  # what arrived before
+                self._drain(sys.maxsize)  # what arrived before
                 self._checked = False
                 self._fail_all(NoDaemon(f"the connection to {self.address} was lost"))
 
