@@ -205,7 +205,8 @@ def unpack(data: bytes) -> Any:
     tag, *values = msgpack.unpackb(data)
     cls = _TYPES[tag]
     if cls is Submit:
-        values[2] = SamplingParams(*(tuple(v) if isinstance(v, list) else v for v in values[2]))
+        sampling: list[Any] = [tuple(v) if isinstance(v, list) else v for v in values[2]]
+        values[2] = SamplingParams(*sampling)
     elif cls is Tokens:
         values[0] = [TokenRun(*run) for run in values[0]]
     return cls(*values)

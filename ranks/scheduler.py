@@ -74,9 +74,12 @@ class _Flight:
 
 
 class Scheduler:
-    """Owns the requests from Submit to their end, the block pool and the slot pool."""
+    """Owns the requests from Submit to their end, the block pool and the slot pool.
 
-    def __init__(self, limits: Limits, sampler: SlotSampler) -> None:
+    first_number: of its first plan, where plans were made before (warm-up).
+    """
+
+    def __init__(self, limits: Limits, sampler: SlotSampler, first_number: int = 1) -> None:
         self.limits = limits
         self.blocks = Pool(limits.kv_blocks)
         self.slots = Pool(limits.max_num_seqs)
@@ -87,6 +90,7 @@ class Scheduler:
         self._by_id: dict[int, Request] = {}
         self._flights: deque[_Flight] = deque()
         self._sampler = sampler
+        self._next_number = first_number
         self._tables: list[TableUpdate] = []  # for the next plan that is sent
 
     @property
@@ -97,6 +101,11 @@ class Scheduler:
     @property
     def steps_in_flight(self) -> int:
         return len(self._flights)
+
+    @property
+    def next_number(self) -> int:
+        """Of the plan to come."""
+        return self._next_number
 
     def submit(self, submit: Submit) -> Refused | None:
         """Queues a request, or says why it can never run."""
@@ -152,7 +161,7 @@ class Scheduler:
         counters.decode_tokens += len(decodes)
         columns = max((blocks_for(r.computed) for r in decodes), default=0)
         plan = StepPlan(
-            number=counters.steps,
+            number=self._next_number,
             tables=self._tables,
             chunks=chunks,
             chunk_columns=max((blocks_for(r.computed) for r in prefilled), default=0),
@@ -161,6 +170,7 @@ class Scheduler:
             decode_columns=min(-(-columns // COLUMN_STEP) * COLUMN_STEP, blocks_for(self.limits.max_seq)),
             gather_logits=bool(rows) and not self._sampler.plain_greedy([r.slot for r in rows]),
         )
+        self._next_number += 1
         self._tables = []
         flight = _Flight(plan.number, rows, prefilled + decodes)
         for request in flight.touched:

@@ -32,7 +32,7 @@ class TorchCollective:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         dist.init_process_group(
             backend,
-            store=dist.FileStore(str(run_dir / "store"), size),
+            init_method=f"file://{run_dir.resolve()}/store",
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),

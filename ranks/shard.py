@@ -1,0 +1,105 @@
+"""A rank's part of the load: from the spec to a model, and from rank 0's sizes to an executor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mstar.arch.caches import allocate_caches
+from mstar.arch.trunk import Trunk
+from mstar.kernels.native import set_threads
+from mstar.loader.checkpoint import TORCH_DTYPES, load_shard
+from mstar.loader.config import ModelConfig, read_config
+from mstar.ranks.cache import BLOCK_SIZE
+from mstar.ranks.collectives import Collective, connect
+from mstar.ranks.executor import Executor, TokenSampler
+from mstar.ranks.memory import device_budget_bytes, host_budget_bytes
+from mstar.ranks.messages import LoadSpec
+from mstar.ranks.plan import Setup
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int, str], None]  # stage, done, total, unit
+
+
+@dataclass(slots=True)
+class Shard:
+    """The loaded weights of one rank and how it meets the others; caches come with `executor`."""
+
+    spec: LoadSpec
+    rank: int
+    config: ModelConfig
+    trunk: Trunk
+    collective: Collective
+    device: torch.device
+    dtype: torch.dtype
+    weight_bytes: int
+    notes: list[str]
+
+    def budget_bytes(self) -> int:
+        """What this rank may take for caches and workspace, with the weights that are loaded by now."""
+        tp = self.spec.tp_size
+        if self.device.type == "cpu":
+            return host_budget_bytes(self.spec.memory_fraction, tp)
+        shared = -(-tp // torch.cuda.device_count())
+        return device_budget_bytes(self.spec.memory_fraction, self.device, shared)
+
+    def executor(self, setup: Setup, sampler: TokenSampler | None) -> Executor:
+        """Allocates what rank 0 decided."""
+        caches = allocate_caches(
+            self.config,
+            self.spec.tp_size,
+            blocks=setup.kv_blocks,
+            block_size=BLOCK_SIZE,
+            slots=setup.slots,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        return Executor(
+            self.trunk,
+            caches,
+            self.collective,
+            slots=setup.slots,
+            max_seq=self.spec.max_seq,
+            vocab_size=self.config.vocab_size,
+            device=self.device,
+            sampler=sampler,
+        )
+
+
+def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> Shard:
+    """Reads the rank's slices and builds its model. Raises LoadError as the loader does."""
+    torch.set_num_threads(spec.threads)
+    set_threads(spec.threads)
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    config = read_config(spec.model_dir, spec.overrides)
+    dtype = TORCH_DTYPES[spec.dtype]
+    collective, backend = connect(rank, spec.tp_size, device, Path(spec.run_dir), shm_fd)
+    weights = load_shard(spec.model_dir, config, rank, spec.tp_size, dtype, progress)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    if device.type != "cpu":
+        for name in weights:
+            weights[name] = weights[name].to(device)
+    with torch.inference_mode():
+        trunk = Trunk(
+            config, weights, dtype=dtype, device=device, collective=collective, block_size=BLOCK_SIZE
+        )
+    notes = list(trunk.notes)
+    if backend == "gloo":
+        place = "shared memory" if device.type == "cpu" else "nccl"
+        notes.append(f"gloo in place of {place} between ranks: slower, same sums")
+    return Shard(spec, rank, config, trunk, collective, device, dtype, weight_bytes, notes)
+
+
+def device_name(spec: LoadSpec, device: torch.device) -> str:
+    """As a person reads it."""
+    if device.type == "cpu":
+        return f"cpu ({spec.threads} thread{'s' if spec.threads != 1 else ''} a rank)"
+    return torch.cuda.get_device_name(device)
