@@ -11,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 FOLDERS := daemon ranks loader arch kernels scripts
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 
 .PHONY: demo test lint bench setup clean
 

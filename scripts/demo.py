@@ -62,9 +62,7 @@ def _demo(folder: Path, prompt: str, tp: int, max_tokens: int) -> None:
             client.shutdown()
         code = daemon.wait(END_S)
     finally:
-        if daemon.poll() is None:
-            daemon.kill()
-            daemon.wait()
+        _end(daemon)
     _check_end(code, ranks, folder)
     _say(f"the daemon and its {len(ranks)} ranks have ended, and nothing is left behind")
 
@@ -82,6 +80,17 @@ def _wait(client: Client, daemon: subprocess.Popen[bytes]) -> None:
             if time.monotonic() > deadline:
                 raise DemoError(f"the daemon did not answer within {START_S:.0f} s") from error
             time.sleep(0.05)
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    """Ends a daemon that did not end by itself, so that it takes its ranks and files along."""
+    if daemon.poll() is None:
+        daemon.terminate()
+        try:
+            daemon.wait(END_S)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
 
 
 def _check_end(code: int, ranks: list[int], folder: Path) -> None:
