@@ -1,11 +1,13 @@
 """The serving benchmark: what its figures mean, on hand-made traces and a daemon of a few lines."""
 
+import json
 import math
 import threading
 
 import msgpack
 import pytest
 import zmq
+from click.testing import CliRunner
 
 from mstar.scripts import bench_serving, serving_load
 from mstar.scripts.serving_load import (
@@ -19,6 +21,7 @@ from mstar.scripts.serving_load import (
     parse_workload,
 )
 from mstar.scripts.serving_report import Results, plot, summarise
+from mstar.scripts.transformers_peer import Cell
 
 
 class FakeDaemon(threading.Thread):
@@ -27,6 +30,7 @@ class FakeDaemon(threading.Thread):
     def __init__(self, address, answer):
         super().__init__(daemon=True)
         self.answer = answer
+        self.pongs = True
         self.live_at_most = 0
         self.seen = []
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -39,6 +43,8 @@ class FakeDaemon(threading.Thread):
             if self._socket.poll(20 if live else 100):
                 peer, data = self._socket.recv_multipart()
                 message = msgpack.unpackb(data)
+                if message["type"] == "ping" and self.pongs:
+                    self._socket.send_multipart([peer, msgpack.packb({"type": "pong"})])
                 if message["type"] == "generate":
                     self.seen.append(message)
                     live.append((peer, message))
@@ -109,12 +115,14 @@ def test_errors_and_short_answers_are_failures_and_do_not_stop_the_rest(serve):
     assert run.failures() == ["overloaded: full", "5 tokens asked for, 4 counted, 4 received"]
 
 
-def test_silent_daemon_is_an_error_and_not_a_wait_for_ever(serve, monkeypatch):
-    monkeypatch.setattr(serving_load, "PING_EVERY_S", 0.05)
-    link, _ = serve(lambda message: [])
-    ticks = iter(range(0, 10**6, 100))
-    with pytest.raises(BenchError, match="heard nothing"):
-        closed_loop(link, [[1]], 5, 1, timeout_s=50, clock=lambda: float(next(ticks)))
+@pytest.mark.parametrize(("alive", "message"), [(True, "heard nothing"), (False, "is gone")])
+def test_daemon_that_does_not_answer_is_an_error_and_not_a_wait_for_ever(serve, monkeypatch, alive, message):
+    monkeypatch.setattr(serving_load, "PING_EVERY_S", 0.02)
+    monkeypatch.setattr(serving_load, "LOST_S", 0.5)
+    link, daemon = serve(lambda message: [])
+    daemon.pongs = alive
+    with pytest.raises(BenchError, match=message):
+        closed_loop(link, [[1]], 5, 1, timeout_s=1.0)
 
 
 def test_figures_are_those_of_the_traces():
@@ -190,3 +198,29 @@ def test_concurrencies_are_positive_numbers():
     for text in ("", "0", "1,x", "-2"):
         with pytest.raises(BenchError, match="concurrency"):
             bench_serving._parse_counts(text)
+
+
+@pytest.mark.slow
+def test_small_run_of_a_real_daemon_against_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_serving, "CELLS", [Cell("bf16", 1)])
+    json_path, png_path = tmp_path / "r.json", tmp_path / "r.png"
+    arguments = ["--workload", "12:6", "--concurrency", "1,2", "--runs", "1", "--rounds", "1"]
+    arguments += ["--compare", "transformers", "--json", str(json_path), "--plot", str(png_path)]
+    daemon_flags = ["--device", "cpu", "--threads", "1", "--max-num-seqs", "2", "--max-seq", "128"]
+    ran = CliRunner().invoke(bench_serving.main, [*arguments, "--", *daemon_flags])
+    assert ran.exit_code == 0, ran.output
+    report = json.loads(json_path.read_text())
+    assert [(row["system"], row["concurrency"]) for row in report["results"]] == [
+        ("mstar", 1),
+        ("transformers bf16 1t", 1),
+        ("mstar", 2),
+        ("transformers bf16 1t", 2),
+    ]
+    for row in report["results"]:
+        assert row["failures"]["max"] == 0 and row["errors"] == []
+        assert row["tok_s"]["median"] > 0
+    assert [point["concurrency"] for point in report["comparison"]] == [1, 2]
+    assert len(report["model"]["fingerprint"]) == 64
+    assert report["versions"]["torch"] and report["versions"]["mstar"]
+    assert report["machine"]["daemon_flags"] == daemon_flags
+    assert png_path.read_bytes().startswith(b"\x89PNG")
