@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-import mstar.loader.builtin as builtin
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+
+import mstar.loader.builtin as builtin
 from mstar.daemon.text import load_text
 from mstar.daemon.text.detokenizer import MAX_PENDING_IDS, ByteDetokenizer, ByteVocabulary, WindowDetokenizer
 from mstar.daemon.text.stops import MAX_STOP_CHARS, StopMatcher
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
 
 TINY = Path(next(iter(builtin.__path__))) / "tiny"
 MODEL = load_text(TINY)

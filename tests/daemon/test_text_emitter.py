@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import mstar.loader.builtin as builtin
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import mstar.loader.builtin as builtin
 from mstar.daemon.text import load_text
 
 MODEL = load_text(Path(next(iter(builtin.__path__))) / "tiny")

@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mstar.loader.builtin as builtin
 import pytest
+
+import mstar.loader.builtin as builtin
 from mstar.daemon.text import TextError, load_text
 
 TINY = Path(next(iter(builtin.__path__))) / "tiny"
