@@ -31,6 +31,8 @@ _ARCHITECTURES = (
 _DTYPE_NAMES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
 }  # fmt: skip
+# "mrope" is how older multimodal configs say default: without images its positions are equal.
+_ROPE_TYPES = ("default", "mrope")
 
 # Far above any model of the family, and low enough that sizes made of them stay sane.
 _MAX_LAYERS = 1024
@@ -214,16 +216,16 @@ def _flatten(top: Mapping[str, Any], nested: Mapping[str, Any] | None) -> dict[s
     text["dtype"] = next((value for value in written if value is not None), None)
     tied = [Fields(level, {}).boolean("tie_word_embeddings", default=False) for level in (text, top)]
     text["tie_word_embeddings"] = any(tied)
-    spellings = ["rope_parameters", "rope_scaling"]  # older configs: rope_theta beside rope_scaling
-    rope = next((found for found in map(Fields(text, {}).mapping, spellings) if found is not None), {})
-    if any(isinstance(value, dict) for value in rope.values()):
-        raise Fields({"rope_parameters": rope}, {}).unsupported(
-            "rope_parameters", "one set serves all layers"
-        )
+    # older configs: rope_scaling, with rope_theta beside it
+    ropes = [Fields(text, {}).mapping(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    for rope in ropes:
+        if any(isinstance(value, dict) for value in rope.values()):
+            nested_rope = Fields({"rope_parameters": rope}, {})
+            raise nested_rope.unsupported("rope_parameters", "one set serves all layers")
     for name in ("rope_theta", "partial_rotary_factor"):
-        if rope.get(name) is not None:
-            text[name] = rope[name]
-    text["rope_type"] = rope.get("type") if rope.get("rope_type") is None else rope["rope_type"]
+        text[name] = next((rope[name] for rope in ropes if rope.get(name) is not None), text.get(name))
+    types = [rope[name] for rope in ropes for name in ("rope_type", "type") if rope.get(name) is not None]
+    text["rope_type"] = next((kind for kind in types if kind not in _ROPE_TYPES), None)
     return text
 
 
@@ -238,8 +240,7 @@ def _check_variant(fields: Fields) -> None:
         raise fields.unsupported("attn_output_gate", "full attention is always gated")
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.unsupported("hidden_act", "only silu is")
-    # "mrope" is how older multimodal configs say default: without images its positions are equal
-    if fields.text("rope_type", "default") not in ("default", "mrope"):
+    if fields.get("rope_type") is not None:
         raise fields.unsupported("rope_type", "only default is")
 
 

@@ -167,6 +167,8 @@ def test_wrong_override_names_the_load_request_and_not_the_file():
         ({"attn_output_gate": False}, "attn_output_gate"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_parameters": {"type": "linear"}}, "rope_type"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types"),
