@@ -184,3 +184,27 @@ def test_load_shows_a_bar_on_a_terminal(daemon):
     shown = run_in_terminal("--connect", daemon.address, "load", "m", env={"TERM": "xterm", "COLUMNS": "100"})
     assert "reading" in shown and "2.0/2.0 MiB" in shown and "━" in shown
     assert "━" not in run_in_terminal("--connect", daemon.address, "load", "-q", "m", env={"TERM": "xterm"})
+
+
+def test_ctrl_c_in_chat_ends_the_answer_and_not_the_chat(daemon):
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--connect", daemon.address, "chat"], stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    os.write(master, b"hold\n")
+    daemon.wait_for("generate")
+    written = b""
+    while b"held" not in written:
+        written += os.read(master, 65536)
+    process.send_signal(signal.SIGINT)
+    while b"finish: abort" not in written:
+        written += os.read(master, 65536)
+    os.write(master, b"next\n")
+    second = daemon.wait_for("generate", 2)[1]
+    assert [m["content"] for m in second["messages"]] == ["hold", "held ", "next"]
+    while b"finish: stop" not in written:
+        written += os.read(master, 65536)
+    os.write(master, b"/quit\n")
+    assert process.wait(20) == 0
+    os.close(master)
