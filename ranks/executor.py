@@ -187,7 +187,6 @@ class Executor:
         last = self._decode_rows
         if (
             last is not None
-            and not plan.tables
             and last.decode_slots == plan.decode_slots
             and last.bucket == plan.decode_bucket
             and last.columns == plan.decode_columns
@@ -204,6 +203,7 @@ class Executor:
     def _update_tables(self, plan: StepPlan) -> None:
         if not plan.tables:
             return
+        self._decode_rows = None
         width = self.block_table.shape[1]
         places: list[int] = []
         blocks: list[int] = []
