@@ -33,7 +33,8 @@ class Trunk:
         self.mesh = collective
         self.device = device
         self.dtype = dtype
-        self.ops, self.notes = select_ops(device, dtype, block_size)
+        dims = (config.hidden_size, config.head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
+        self.ops, self.notes = select_ops(device, dtype, block_size, dims)
         local = config.local(collective.size)
         self.vocab_start = collective.rank * local.vocab
         self.vocab_local = local.vocab

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -49,40 +50,36 @@ class CpuOps(Ops):
         self._attention = library.mstar_attention
 
     @staticmethod
-    def unavailable(dtype: torch.dtype, block_size: int) -> str | None:
-        """Why this cannot run here, or None."""
+    def unavailable(dtype: torch.dtype, block_size: int, dims: Iterable[int]) -> str | None:
+        """Why this cannot run here, or None. dims: the hidden size and the heads' dims."""
         if dtype not in (torch.float32, torch.bfloat16):
             return f"native operations take float32 and bf16, not {dtype}"
         if block_size != PANEL:
             return f"native attention takes KV blocks of {PANEL}, not {block_size}"
+        odd = [dim for dim in dims if dim % PANEL]
+        if odd:
+            return f"native operations take hidden sizes and head dims in multiples of {PANEL}, not {odd}"
         return None if _library() is not None else "the native library did not build (see the log)"
 
     def pack_linear(self, weight: torch.Tensor) -> Packed:
-        """[n, k] -> panels [n / 16, k, 16], n padded with zeros to 64; k is a multiple of 16."""
+        """[n, k] -> panels [n / 16, k, 16], padded with zeros: n to 64, k to 16."""
         outputs, inputs = weight.shape
-        assert inputs % PANEL == 0, f"linear inputs come in multiples of {PANEL}, not {inputs}"
         padded = -(-outputs // _QUAD) * _QUAD
-        data = weight.new_zeros(padded // PANEL, inputs, PANEL)
-        whole = outputs // PANEL
-        data[:whole] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
-        if whole * PANEL < outputs:
-            data[whole, :, : outputs - whole * PANEL] = weight[whole * PANEL :].t()
+        data = weight.new_zeros(padded // PANEL, -(-inputs // PANEL) * PANEL, PANEL)
+        _fill_panels(data, weight)
         return Packed(data, outputs, inputs)
 
     def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> Packed:
         """Panels alternate: gate, up."""
-        n, k = gate.shape
-        padded = -(-n // (_QUAD // 2)) * (_QUAD // 2)
-        pair = gate.new_zeros(padded // PANEL, 2, PANEL, k)
-        for which, part in enumerate((gate, up)):
-            pair[: n // PANEL, which] = part[: n // PANEL * PANEL].view(-1, PANEL, k)
-            if n % PANEL:
-                pair[n // PANEL, which, : n % PANEL] = part[n // PANEL * PANEL :]
-        data = pair.flatten(0, 1).transpose(1, 2).contiguous()
-        return Packed(data, 2 * n, k)
+        outputs, inputs = gate.shape
+        pairs = -(-outputs // (_QUAD // 2)) * 2
+        data = gate.new_zeros(pairs, 2, -(-inputs // PANEL) * PANEL, PANEL)
+        _fill_panels(data[:, 0], gate)
+        _fill_panels(data[:, 1], up)
+        return Packed(data.flatten(0, 1), 2 * outputs, inputs)
 
     def unpacked_rows(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
-        return packed.data[ids // PANEL, :, ids % PANEL]
+        return packed.data[ids // PANEL, : packed.inputs, ids % PANEL]
 
     def linear(
         self,
@@ -149,3 +146,12 @@ class CpuOps(Ops):
             weights.head_dim, 2 * weights.inv_freq.shape[0], weights.eps, proj.dtype == torch.bfloat16,
         )  # fmt: skip
         return out
+
+
+def _fill_panels(data: torch.Tensor, weight: torch.Tensor) -> None:
+    """Lays the rows of `weight` [n, k] side by side in panels of 16: data [panels, k, 16]."""
+    outputs, inputs = weight.shape
+    whole = outputs // PANEL
+    data[:whole, :inputs] = weight[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2)
+    if whole * PANEL < outputs:
+        data[whole, :inputs, : outputs - whole * PANEL] = weight[whole * PANEL :].t()

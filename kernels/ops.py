@@ -6,6 +6,7 @@ keeps the meaning, shapes and dtypes, and is held to the reference by a parity t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -86,13 +87,18 @@ class Ops:
         return run(proj, weights, k_cache, v_cache, rows)
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, block_size: int) -> tuple[Ops, list[str]]:
-    """The fastest operations that work here, and notes on what runs its reference instead and why."""
+def select_ops(
+    device: torch.device, dtype: torch.dtype, block_size: int, dims: Iterable[int]
+) -> tuple[Ops, list[str]]:
+    """The fastest operations that work here, and notes on what runs its reference instead and why.
+
+    dims: the model's hidden size and head dims, which a kernel may want in multiples.
+    """
     if device.type != "cpu":
         return Ops(), [f"{device.type}: operations run their torch reference (no Triton kernels yet)"]
     from mstar.kernels.cpu import CpuOps
 
-    reason = CpuOps.unavailable(dtype, block_size)
+    reason = CpuOps.unavailable(dtype, block_size, dims)
     if reason is None:
         return CpuOps(), []
     return Ops(), [f"cpu: operations run their torch reference, slowly: {reason}"]

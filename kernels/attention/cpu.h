@@ -198,8 +198,8 @@ static void attention_whole_task(void *context, int64_t task) {
     attention_rows_task(context, task);
 }
 
-static float *attention_q;
-static size_t attention_q_capacity;
+static __thread float *attention_q;
+static __thread size_t attention_q_capacity;
 
 /* head_dim is a multiple of 16, 512 at most; the KV block is 16; `longest` is the most rows of a sequence. */
 void mstar_attention(const void *proj, int64_t ld, void *out, void *k_cache, void *v_cache, const float *q_norm,

@@ -19,7 +19,7 @@ typedef struct {
     const void *residual;
     void *out;
     float *rows_f32; /* [rows][K], what the prologue made of x */
-    int64_t rows, ldx, K, N, quads;
+    int64_t rows, ldx, inputs, K, N, quads; /* K: inputs padded to 16, with zeros in x and W */
     float eps;
     int act_bf16, w_bf16, epilogue;
 } linear_args;
@@ -29,14 +29,14 @@ static void linear_prologue(void *context, int64_t block) {
     int64_t end = (block + 1) * 16 < a->rows ? (block + 1) * 16 : a->rows;
     for (int64_t r = block * 16; r < end; r++) {
         float *to = a->rows_f32 + r * a->K;
-        vf squares = {0};
-        for (int64_t k = 0; k < a->K; k += VW) {
-            vf x = load_as_f32(a->x, r * a->ldx + k, a->act_bf16);
-            store_f32(to + k, x);
-            squares += x * x;
-        }
+        int64_t whole = a->inputs / VW * VW;
+        for (int64_t k = 0; k < whole; k += VW) store_f32(to + k, load_as_f32(a->x, r * a->ldx + k, a->act_bf16));
+        for (int64_t k = whole; k < a->K; k++)
+            to[k] = k < a->inputs ? load_scalar(a->x, r * a->ldx + k, a->act_bf16) : 0;
         if (!a->norm) continue;
-        float scale = 1.0f / sqrtf(vsum(squares) / a->K + a->eps);
+        vf squares = {0};
+        for (int64_t k = 0; k < a->K; k += VW) squares += load_f32(to + k) * load_f32(to + k);
+        float scale = 1.0f / sqrtf(vsum(squares) / a->inputs + a->eps);
         for (int64_t k = 0; k < a->K; k += VW)
             store_f32(to + k, vkeep(load_f32(to + k) * scale * load_f32(a->norm + k), a->act_bf16));
     }
@@ -139,16 +139,16 @@ static void linear_task(void *context, int64_t task) {
     for (int64_t r = begin; r < end; r++) linear_store(a, r, quad * QUAD * PANEL, acc + (r - begin) * QUAD * PANEL);
 }
 
-static float *linear_rows;
-static size_t linear_rows_capacity;
+static __thread float *linear_rows;
+static __thread size_t linear_rows_capacity;
 
-/* N counts the outputs of W (gate and up together under SILU_GATED); K is a multiple of 16. */
-void mstar_linear(const void *x, int64_t rows, int64_t ldx, int64_t K, const float *norm, float eps, const void *w,
+/* N counts the outputs of W (gate and up together under SILU_GATED). With a norm, `inputs` is a multiple of 16. */
+void mstar_linear(const void *x, int64_t rows, int64_t ldx, int64_t inputs, const float *norm, float eps, const void *w,
                   int64_t N, int w_bf16, int act_bf16, int epilogue, const void *residual, void *out) {
     linear_args a = {.x = x, .norm = norm, .w = w, .residual = residual, .out = out, .rows = rows, .ldx = ldx,
-                     .K = K, .N = N, .eps = eps, .act_bf16 = act_bf16, .w_bf16 = w_bf16, .epilogue = epilogue};
+                     .inputs = inputs, .K = (inputs + PANEL - 1) / PANEL * PANEL, .N = N, .eps = eps, .act_bf16 = act_bf16, .w_bf16 = w_bf16, .epilogue = epilogue};
     a.quads = (N + QUAD * PANEL - 1) / (QUAD * PANEL);
-    a.rows_f32 = scratch(&linear_rows, &linear_rows_capacity, rows * K);
+    a.rows_f32 = scratch(&linear_rows, &linear_rows_capacity, rows * a.K);
     int64_t blocks = (rows + 15) / 16;
     if (blocks == 1) linear_prologue(&a, 0);
     else parallel(linear_prologue, &a, blocks);

@@ -29,6 +29,7 @@ static struct {
     _Atomic uint32_t round;    /* moves when a loop begins */
     _Atomic int open;          /* workers may still enter the present loop */
     _Atomic int sleepers;
+    _Atomic int taken;         /* a caller has the pool; another one runs its loop alone */
     pthread_mutex_t lock;
     pthread_cond_t wake;
 } pool = {.threads = 1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
@@ -98,7 +99,7 @@ void mstar_set_threads(int threads) {
 
 /* Runs fn(context, 0 .. count-1) on all threads and returns when every task is done. */
 static void parallel(task_fn fn, void *context, int64_t count) {
-    if (pool.threads == 1 || count < 2) {
+    if (pool.threads == 1 || count < 2 || atomic_exchange(&pool.taken, 1)) {
         for (int64_t i = 0; i < count; i++) fn(context, i);
         return;
     }
@@ -119,6 +120,7 @@ static void parallel(task_fn fn, void *context, int64_t count) {
         if (++spins < SPIN_PAUSES) cpu_pause();
         else sched_yield();
     }
+    atomic_store(&pool.taken, 0);
 }
 
 /* Grow-only scratch, one a thread and purpose. */
