@@ -121,12 +121,11 @@ def test_logits_of_the_builtin_model_are_those_of_transformers(operations):
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("size", "tied"), [(2, True), (4, False)])
 def test_a_mesh_gives_the_logits_of_one_rank(tmp_path, operations, shape, size, tied):
     """Every head ratio: a projection cut at the wrong place (b|a at its middle, say) shows here."""
     path = write_checkpoint(tmp_path, shape, tied=tied, dtype="fp32")
-    ids = random_ids(331)
+    ids = random_ids(331)[: PROMPT + 8]
     one = run(path, ids, torch.float32, Solo())
     many = run_mesh(path, ids, torch.float32, size)
     # of the largest logit: these random weights pass on a rounding error up to 16-fold more than trained ones
