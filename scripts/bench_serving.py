@@ -35,6 +35,7 @@ from mstar.scripts.transformers_peer import Cell, TransformersPeer
 
 OURS = "mstar"
 WARMUP_TOKENS = 32
+FILE_WIDTH = 160  # columns of a table that goes to a file or a pipe
 MIN_REQUESTS = 4  # of a timed run, so that one request at a time still has percentiles
 CELLS = [Cell(dtype, threads) for dtype in ("bf16", "fp32") for threads in (1, 2)]
 
@@ -125,7 +126,7 @@ def main(
         "results": results.rows(),
         "comparison": results.comparison(OURS),
     }
-    print_report(report, Console())
+    print_report(report, Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH))
     if json_path is not None:
         write_json(report, json_path)
     if plot_path is not None:

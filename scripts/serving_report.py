@@ -140,7 +140,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             row["system"],
             f"{tok_s['median']:.1f}",
             f"{tok_s['min']:.1f}-{tok_s['max']:.1f}",
-            *(" / ".join(f"{row[f'{name}_p{p}_ms']['median']:.4g}" for p in (50, 95, 99)) for name in TIMES),
+            *(" / ".join(_short(row[f"{name}_p{p}_ms"]["median"]) for p in (50, 95, 99)) for name in TIMES),
             f"{row['stalls']['median']:.0f}",
             f"{row['failures']['max']:.0f}",
         )
@@ -184,12 +184,19 @@ def plot(report: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("requests at once")
         axis.set_title(title)
         axis.set_xscale("log", base=2)
+        ticks = sorted({row["concurrency"] for row in report["results"]})
+        axis.set_xticks(ticks, labels=[str(tick) for tick in ticks])
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     model = report["model"]
     figure.suptitle(f"{model['name']}, {model['dtype']}, tp {model['tp']}, {report['machine']['cpu']}")
     figure.savefig(path, dpi=120, format="png")
+
+
+def _short(value: float) -> str:
+    """Three significant digits, and no exponent."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _finite(value: Any) -> Any:
