@@ -103,3 +103,12 @@ def test_native_words_are_those_of_the_torch_reference():
     noise = -torch.log(-torch.log1p(-((reference + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)))
     assert torch.equal(gumbel(seeds, positions, 9_999), noise)
     assert torch.equal(gumbel_at(seeds, positions, ids), noise.gather(1, ids))
+
+
+def test_noise_is_the_same_without_a_compiler(monkeypatch):
+    seeds, positions = torch.tensor([1, -7]), torch.tensor([0, 2**35 + 3])
+    ids = torch.tensor([[3, 2000], [0, 7]])
+    native = gumbel(seeds, positions, 2001), gumbel_at(seeds, positions, ids)
+    monkeypatch.setattr("mstar.kernels.gumbel._library", lambda: None)
+    assert torch.equal(gumbel(seeds, positions, 2001), native[0])
+    assert torch.equal(gumbel_at(seeds, positions, ids), native[1])
