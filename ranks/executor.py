@@ -14,6 +14,7 @@ import torch
 
 from mstar.arch.caches import LayerCache
 from mstar.arch.inputs import DecodeInputs, PrefillInputs
+from mstar.ranks.argmax import argmax_rows, merged_maxima, shard_maxima
 from mstar.ranks.cache import blocks_for
 from mstar.ranks.collectives import Collective
 from mstar.ranks.plan import StepPlan
@@ -141,13 +142,9 @@ class Executor:
     def _merged_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """[rows] int64, the id of the largest logit over all ranks, ties to the lowest id; alike on every rank."""
         if self._mesh.size == 1:
-            return logits.argmax(1)
-        best, ids = logits.max(1)
-        # float64 holds a float32 value and an id exactly: one gather for both
-        pairs = torch.stack((best.double(), (ids + self._mesh.rank * logits.shape[1]).double()))
-        gathered = self._mesh.all_gather(pairs)  # [size, 2, rows]
-        winner = gathered[:, 0].argmax(0, keepdim=True)  # the first of equal ones: the lowest rank
-        return gathered[:, 1].gather(0, winner).squeeze(0).to(torch.int64)
+            return argmax_rows(logits)
+        pairs = shard_maxima(logits, self._mesh.rank * logits.shape[1])
+        return merged_maxima(self._mesh.all_gather(pairs))
 
     def _prefill(self, plan: StepPlan) -> torch.Tensor:
         """[chunks, hidden], each chunk's last row; sets the lengths of the chunks' slots."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import zmq
 
 from mstar.ranks.messages import Heartbeat, pack
@@ -65,24 +64,27 @@ def start_heartbeat(
     address: str,
     rank: int,
     interval_s: float,
-    on_gpu: bool,
+    memory_bytes: Callable[[], int],
 ) -> Callable[[], None]:
-    """Sends Heartbeats from a thread with its own socket; returns what ends it (before the context ends)."""
+    """Sends Heartbeats from a thread with its own socket; returns what ends it (before the context ends).
+
+    memory_bytes: what the rank holds now, called on that thread.
+    """
     ended = threading.Event()
 
-    def beat() -> None:
+    def beat_on() -> None:
         socket = context.socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         while not ended.wait(interval_s):
             if pulse.fresh:
-                memory = torch.cuda.memory_allocated() if on_gpu else resident_bytes()
+                beat = Heartbeat(rank, memory_bytes(), pulse.running, pulse.waiting)
                 # a full line means that the daemon is behind: the next beat says the same
                 with contextlib.suppress(zmq.Again):
-                    socket.send(pack(Heartbeat(rank, memory, pulse.running, pulse.waiting)), zmq.NOBLOCK)
+                    socket.send(pack(beat), zmq.NOBLOCK)
         socket.close()
 
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=beat_on, name="heartbeat", daemon=True)
     thread.start()
 
     def end() -> None:

@@ -19,7 +19,7 @@ from mstar.loader.errors import LoadError
 from mstar.ranks import shard as shards
 from mstar.ranks.cache import BLOCK_SIZE
 from mstar.ranks.engine import Engine
-from mstar.ranks.lifeline import Pulse, follow_parent, start_heartbeat
+from mstar.ranks.lifeline import Pulse, follow_parent, resident_bytes, start_heartbeat
 from mstar.ranks.lines import POLL_S, Context, EventLine, FollowerLine, LeaderLine, Socket, open_socket
 from mstar.ranks.memory import OutOfMemory, Sizes, size_caches
 from mstar.ranks.messages import Failed, Hello, LoadSpec, Progress, Ready, unpack
@@ -55,8 +55,9 @@ class Rank:
         events = f"ipc://{self._run_dir}/events"
         self._events = EventLine(self._context, events, self._pulse)
         self._events.send(Hello(rank, os.getpid()))
+        held = resident_bytes if spec.device == "cpu" else torch.cuda.memory_allocated
         self._end_heartbeat = start_heartbeat(
-            self._pulse, self._context, events, rank, spec.heartbeat_s, spec.device != "cpu"
+            self._pulse, self._context, events, rank, spec.heartbeat_s, held
         )
 
     def run(self) -> int:
