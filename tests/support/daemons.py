@@ -83,6 +83,14 @@ def generate(id: Any = "a", **fields: Any) -> dict[str, Any]:
     return {"type": "generate", "id": id, "attempt_id": 0, **prompt, **fields}
 
 
+def classes(events: list[dict[str, Any]]) -> list[str]:
+    return [event.get("class", event["type"]) for event in events]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event["text"] for event in events if event["type"] == "token")
+
+
 class ZmqClient(Client):
     def __init__(self, server: Server, **options: Any) -> None:
         assert server.zmq_face is not None
