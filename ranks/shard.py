@@ -75,9 +75,8 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
     """Reads the rank's slices and builds its model. Raises LoadError as the loader does."""
     torch.set_num_threads(spec.threads)
     set_threads(spec.threads)
-    device = torch.device(spec.device)
+    device = rank_device(spec, rank)
     if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     config = read_config(spec.model_dir, spec.overrides)
     dtype = TORCH_DTYPES[spec.dtype]
@@ -96,6 +95,13 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
         place = "shared memory" if device.type == "cpu" else "nccl"
         notes.append(f"gloo in place of {place} between ranks: slower, same sums")
     return Shard(spec, rank, config, trunk, collective, device, dtype, weight_bytes, notes)
+
+
+def rank_device(spec: LoadSpec, rank: int) -> torch.device:
+    """A rank's own GPU, or one that it shares where there are fewer than ranks."""
+    if spec.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def device_name(spec: LoadSpec, device: torch.device) -> str:
