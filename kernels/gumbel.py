@@ -24,9 +24,11 @@ _ROUNDS = 10
 # The counter's last word. Another use of a request's seed takes another constant.
 _TOKEN_NOISE = 0x746F6B6E
 
-# Counters a pass: 16k int64 words are 128 KiB a temporary, so a round's handful stays in a core's cache
-# (248,320 ids, one thread: 6.6 ms; with 4k counters a pass 13.4 ms, all in one pass 7.6 ms and 20 MB more).
-_CHUNK = 16384
+# Counters a pass. On a CPU 16k int64 words are 128 KiB a temporary, so a round's handful stays in a core's cache
+# (248,320 ids, one thread: 6.6 ms; 4k a pass take 13.4, all in one pass 7.6). On a GPU a pass costs some 130
+# launches: there it is bounded by memory alone, 32 MiB a temporary.
+_CPU_CHUNK = 2**14
+_GPU_CHUNK = 2**22
 
 _Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -89,7 +91,8 @@ def words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torc
     """The reference of the native words: [rows, vocab_size] float32 holding 32-bit integers, rounded."""
     rows, groups = seeds.shape[0], -(-vocab_size // 4)
     out = torch.empty(rows, groups, 4, dtype=torch.float32, device=seeds.device)
-    step = max(256, _CHUNK // max(1, rows))
+    chunk = _CPU_CHUNK if seeds.device.type == "cpu" else _GPU_CHUNK
+    step = max(256, chunk // max(1, rows))
     for first in range(0, groups, step):
         last = min(first + step, groups)
         group = torch.arange(first, last, device=seeds.device).unsqueeze(0)
