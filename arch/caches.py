@@ -31,10 +31,13 @@ class GdnCache:
 
     state: [slots, value_heads, key_dim, value_dim] float32, S of the delta rule.
     conv: [slots, width - 1, conv_channels] model dtype, the last inputs of the causal conv, oldest first.
+    window: [slots, drafts, conv_channels + 2 * value_heads] model dtype, the inputs (Q|K|V before the conv, b, a)
+       of the latest step's draft rows: those that were accepted are replayed by the next step.
     """
 
     state: torch.Tensor
     conv: torch.Tensor
+    window: torch.Tensor
 
 
 LayerCache = AttentionCache | GdnCache
@@ -48,8 +51,10 @@ class CacheSizes:
     slot_bytes: int
 
 
-def cache_sizes(config: ModelConfig, tp_size: int, dtype: torch.dtype, block_size: int) -> CacheSizes:
-    """What a block and a slot cost on each rank of a mesh of `tp_size`."""
+def cache_sizes(
+    config: ModelConfig, tp_size: int, dtype: torch.dtype, block_size: int, drafts: int = 0
+) -> CacheSizes:
+    """What a block and a slot cost on each rank of a mesh of `tp_size`; drafts: the most rows of a window."""
     local = config.local(tp_size)
     full = config.layer_types.count("full_attention")
     linear = len(config.layer_types) - full
@@ -57,7 +62,8 @@ def cache_sizes(config: ModelConfig, tp_size: int, dtype: torch.dtype, block_siz
     block = full * 2 * local.kv_heads * config.head_dim * block_size * item
     state = local.linear_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
     conv = (config.linear_conv_kernel_dim - 1) * local.conv_channels * item
-    return CacheSizes(block_bytes=block, slot_bytes=linear * (state + conv))
+    window = drafts * (local.conv_channels + 2 * local.linear_value_heads) * item
+    return CacheSizes(block_bytes=block, slot_bytes=linear * (state + conv + window))
 
 
 def allocate_caches(
@@ -69,8 +75,9 @@ def allocate_caches(
     slots: int,
     dtype: torch.dtype,
     device: torch.device,
+    drafts: int = 0,
 ) -> list[LayerCache]:
-    """Zeroed caches of every layer in order. `blocks` and `slots` count the sinks."""
+    """Zeroed caches of every layer in order. `blocks` and `slots` count the sinks; drafts: the most a step checks."""
     local = config.local(tp_size)
     caches: list[LayerCache] = []
     for kind in config.layer_types:
@@ -89,5 +96,7 @@ def allocate_caches(
             state = torch.zeros(state_shape, dtype=torch.float32, device=device)
             width = config.linear_conv_kernel_dim - 1
             conv = torch.zeros(slots, width, local.conv_channels, dtype=dtype, device=device)
-            caches.append(GdnCache(state, conv))
+            channels = local.conv_channels + 2 * local.linear_value_heads
+            window = torch.zeros(slots, drafts, channels, dtype=dtype, device=device)
+            caches.append(GdnCache(state, conv, window))
     return caches

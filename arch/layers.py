@@ -49,7 +49,7 @@ class GdnMixer:
         """x: [rows, hidden] -> x + mixer(norm(x))."""
         assert isinstance(cache, GdnCache)
         proj = self.ops.linear(x, self.in_proj, norm=norm, eps=eps)
-        mixed = self.ops.gdn(proj, self.weights, cache.state, cache.conv, rows)
+        mixed = self.ops.gdn(proj, self.weights, cache.state, cache.conv, cache.window, rows)
         return row_parallel(self.ops, mesh, mixed, self.out_proj, x)
 
 

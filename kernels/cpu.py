@@ -22,7 +22,7 @@ _STORE, _STORE_F32, _ADD_RESIDUAL, _SILU_GATED = range(4)
 _LINEAR = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int, c_int, c_int) + (
     c_void_p,
 ) * 2
-_GDN = (c_void_p, c_int64, *(c_void_p,) * 10, *(c_int64,) * 6, c_float, c_int)
+_GDN = (c_void_p, c_int64, *(c_void_p,) * 13, *(c_int64,) * 7, c_float, c_int)
 _ATTENTION = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, *(c_void_p,) * 2, *(c_int64,) * 6, c_float, c_int)
 
 
@@ -98,9 +98,9 @@ class CpuOps(Ops):
         else:
             epilogue = _STORE if residual is None else _ADD_RESIDUAL
         self._linear(
-            x.data_ptr(), rows, x.stride(0), weight.inputs, None if norm is None else norm.data_ptr(), eps,
+            x.data_ptr(), rows, x.stride(0), weight.inputs, _pointer(norm), eps,
             weight.data.data_ptr(), weight.outputs, weight.data.dtype == torch.bfloat16, x.dtype == torch.bfloat16,
-            epilogue, None if residual is None else residual.data_ptr(), out.data_ptr(),
+            epilogue, _pointer(residual), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -117,15 +117,21 @@ class CpuOps(Ops):
         return out
 
     def gdn(
-        self, proj: torch.Tensor, weights: GdnWeights, state: torch.Tensor, conv: torch.Tensor, rows: Rows
+        self,
+        proj: torch.Tensor,
+        weights: GdnWeights,
+        state: torch.Tensor,
+        conv: torch.Tensor,
+        window: torch.Tensor,
+        rows: Rows,
     ) -> torch.Tensor:
         out = torch.empty(proj.shape[0], weights.value_heads * weights.value_dim, dtype=proj.dtype)
         self._gdn(
-            proj.data_ptr(), proj.stride(0), out.data_ptr(), conv.data_ptr(), state.data_ptr(),
+            proj.data_ptr(), proj.stride(0), out.data_ptr(), conv.data_ptr(), state.data_ptr(), window.data_ptr(),
             weights.conv.data_ptr(), weights.decay.data_ptr(), weights.dt_bias.data_ptr(), weights.norm.data_ptr(),
-            rows.slots.data_ptr(), rows.cu_rows.data_ptr(), rows.fresh.data_ptr(), rows.sequences,
-            weights.key_heads, weights.value_heads, weights.key_dim, weights.value_dim, weights.conv.shape[0],
-            weights.eps, proj.dtype == torch.bfloat16,
+            rows.slots.data_ptr(), rows.cu_rows.data_ptr(), rows.fresh.data_ptr(), _pointer(rows.pending),
+            _pointer(rows.committed), rows.sequences, window.shape[1], weights.key_heads, weights.value_heads,
+            weights.key_dim, weights.value_dim, weights.conv.shape[0], weights.eps, proj.dtype == torch.bfloat16,
         )  # fmt: skip
         return out
 
@@ -146,6 +152,10 @@ class CpuOps(Ops):
             weights.head_dim, 2 * weights.inv_freq.shape[0], weights.eps, proj.dtype == torch.bfloat16,
         )  # fmt: skip
         return out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _fill_panels(data: torch.Tensor, weight: torch.Tensor) -> None:

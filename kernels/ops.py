@@ -68,11 +68,18 @@ class Ops:
         return rms_norm(x, weight, eps)
 
     def gdn(
-        self, proj: torch.Tensor, weights: GdnWeights, state: torch.Tensor, conv: torch.Tensor, rows: Rows
+        self,
+        proj: torch.Tensor,
+        weights: GdnWeights,
+        state: torch.Tensor,
+        conv: torch.Tensor,
+        window: torch.Tensor,
+        rows: Rows,
     ) -> torch.Tensor:
         """Prefill or decode, by `rows.rows_per_seq`; see `mstar.kernels.gdn`."""
-        run = gdn_decode if rows.rows_per_seq == 1 else gdn_prefill
-        return run(proj, weights, state, conv, rows)
+        if rows.rows_per_seq == 0:
+            return gdn_prefill(proj, weights, state, conv, rows)
+        return gdn_decode(proj, weights, state, conv, window, rows)
 
     def attention(
         self,

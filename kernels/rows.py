@@ -11,17 +11,19 @@ import torch
 class Rows:
     """Rows of `sequences` sequences, one sequence after another.
 
-    Prefill parts know their borders on the host (`host_cu_rows`, `host_starts`); decode parts have one row
-    count for all (`rows_per_seq`), and their values stay on the device.
+    Prefill parts know their borders on the host (`host_cu_rows`, `host_starts`). Decode parts have up to
+    `rows_per_seq` rows a sequence: the first is a token of the sequence, the others are drafts to be checked.
     """
 
     sequences: int
     longest: int  # most rows of one sequence
-    rows_per_seq: int  # 0 for a prefill part
+    rows_per_seq: int  # most rows of a decode part's sequences; 0 for a prefill part
     cu_rows: torch.Tensor  # [sequences + 1] int64
     starts: torch.Tensor  # [sequences] int64, tokens of the sequence before its first row here
     slots: torch.Tensor  # [sequences] int32, GDN slots
     fresh: torch.Tensor  # [sequences] uint8, 1 where the state starts cleared (first chunk, or a padding row)
     block_tables: torch.Tensor  # [sequences, blocks] int32
+    pending: torch.Tensor | None = None  # [sequences] int32, accepted rows that the GDN states are behind by
+    committed: torch.Tensor | None = None  # [sequences] int64, rows that move the GDN states; None: all
     host_cu_rows: tuple[int, ...] = ()
     host_starts: tuple[int, ...] = ()

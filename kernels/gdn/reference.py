@@ -42,24 +42,77 @@ def gdn_prefill(
 
 
 def gdn_decode(
-    proj: torch.Tensor, weights: GdnWeights, state: torch.Tensor, conv: torch.Tensor, rows: Rows
+    proj: torch.Tensor,
+    weights: GdnWeights,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    window: torch.Tensor,
+    rows: Rows,
 ) -> torch.Tensor:
-    """One row a sequence, all at once; same shapes as `gdn_prefill`. Slots are distinct, but for the sink."""
+    """A few rows a sequence, row by row, all sequences at once; slots are distinct, but for the sink.
+
+    Runs what is pending in the window, then the committed rows, keeps state and conv inputs, then runs the
+    drafts on a copy and leaves their inputs in the window. window: [slots, drafts, channels + 2 * value_heads],
+    model dtype (Q|K|V before the conv, b, a); proj, state, conv and the result as for `gdn_prefill`.
+    """
     slots = rows.slots.long()
-    keep = (1 - rows.fresh).to(torch.float32)
-    window = torch.cat(
-        [conv[slots] * keep[:, None, None].to(conv.dtype), proj[:, None, : weights.channels]], 1
-    )
-    conv[slots] = window[:, 1:]
-    u = (window.float() * weights.conv).sum(1).to(proj.dtype)
+    kept = rows.fresh == 0
+    s = torch.where(kept[:, None, None, None], state[slots], 0)
+    taps = torch.where(kept[:, None, None], conv[slots], 0)
+    channels, gates = weights.channels, proj.shape[1] - 2 * weights.value_heads
+    counts = rows.cu_rows.diff()
+    committed = counts if rows.committed is None else torch.minimum(rows.committed, counts)
+    if rows.pending is not None:
+        pending = rows.pending * kept
+        for index in range(window.shape[1]):
+            inputs = window[slots, index]
+            s, taps, _ = _step(inputs[:, :channels], inputs[:, channels:], weights, s, taps, pending > index)
+    out = proj.new_zeros(proj.shape[0], weights.value_heads * weights.value_dim)
+    kept_s, kept_taps = s, taps
+    for index in range(rows.rows_per_seq):
+        active = counts > index
+        at = torch.where(active, rows.cu_rows[:-1] + index, 0)
+        part = proj[at]
+        s, taps, o = _step(part[:, :channels], part[:, gates:], weights, s, taps, active)
+        mixed = _gated_norm(o.to(proj.dtype), part, weights)
+        out[at[active]] = mixed[active]
+        moved = active & (committed > index)
+        kept_s = torch.where(moved[:, None, None, None], s, kept_s)
+        kept_taps = torch.where(moved[:, None, None], taps, kept_taps)
+        if window.shape[1] == 0:
+            continue
+        drafts = active & ~moved
+        place = (index - committed)[drafts]
+        window[slots[drafts], place] = torch.cat([part[:, :channels], part[:, gates:]], 1)[drafts]
+    state[slots] = kept_s
+    conv[slots] = kept_taps
+    return out
+
+
+def _step(
+    inputs: torch.Tensor,
+    gates: torch.Tensor,
+    weights: GdnWeights,
+    state: torch.Tensor,
+    taps: torch.Tensor,
+    active: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One row of every sequence; those not active keep state and taps.
+
+    inputs: [seqs, channels]; gates: [seqs, 2 * value_heads], b|a; state: [seqs, value_heads, key_dim, value_dim];
+    taps: [seqs, width - 1, channels]. Returns (state, taps, o [seqs, value_heads, value_dim]).
+    """
+    line = torch.cat([taps, inputs[:, None]], 1)
+    u = (line.float() * weights.conv).sum(1).to(inputs.dtype)
     q, k, v = _split(F.silu(u), weights)
-    beta, log_decay = _gates(proj, weights)
-    s = state[slots] * (keep[:, None] * log_decay.exp())[:, :, None, None]
-    delta = beta[..., None] * (v - torch.einsum("shkv,shk->shv", s, k))
-    s = s + k[..., None] * delta[:, :, None, :]
-    state[slots] = s
-    out = torch.einsum("shkv,shk->shv", s, q)
-    return _gated_norm(out.to(proj.dtype), proj, weights)
+    beta, log_decay = _gates(gates, weights)
+    moved = state * log_decay.exp()[..., None, None]
+    delta = beta[..., None] * (v - torch.einsum("shkv,shk->shv", moved, k))
+    moved = moved + k[..., None] * delta[:, :, None, :]
+    out = torch.einsum("shkv,shk->shv", moved, q)
+    state = torch.where(active[:, None, None, None], moved, state)
+    taps = torch.where(active[:, None, None], line[:, 1:], taps)
+    return state, taps, out
 
 
 def chunked_delta_rule(
@@ -130,7 +183,7 @@ def _split(u: torch.Tensor, weights: GdnWeights) -> tuple[torch.Tensor, torch.Te
 
 
 def _gates(proj: torch.Tensor, weights: GdnWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """beta and log decay, float32, [rows, value_heads]."""
+    """beta and log decay, float32, [rows, value_heads]. The last columns of `proj` are b|a."""
     b, a = proj[:, -2 * weights.value_heads :].float().chunk(2, -1)
     return b.sigmoid(), weights.decay * F.softplus(a + weights.dt_bias)
 

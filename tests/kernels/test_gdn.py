@@ -1,5 +1,7 @@
 """Gated DeltaNet's mixer against a float64 loop over tokens: chunked, recurrent and native."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from mstar.kernels.ops import Ops
 from mstar.kernels.rows import Rows
 
 WIDTH = 4
+NO_WINDOW = torch.zeros(5, 0, 1)
 
 
 def make_weights(key_heads: int, value_heads: int, key_dim: int = 32, value_dim: int = 48) -> GdnWeights:
@@ -91,7 +94,7 @@ def test_prefill_then_decode_match_float64(name, dtype, bound, heads):
     counts = [1, 130, 3]
     proj = torch.randn(sum(counts), w.proj_width).to(dtype)
     rows = make_rows(counts, [3, 1, 4], [0, 1, 0], decode=False)
-    out = ops.gdn(proj, w, state, conv, rows)
+    out = ops.gdn(proj, w, state, conv, NO_WINDOW, rows)
     begin = 0
     sequences = {}
     for count, slot, fresh in zip(counts, [3, 1, 4], [0, 1, 0], strict=True):
@@ -109,7 +112,7 @@ def test_prefill_then_decode_match_float64(name, dtype, bound, heads):
         assert torch.equal(conv[untouched], before[1][untouched])
 
     proj = torch.randn(3, w.proj_width).to(dtype)
-    out = ops.gdn(proj, w, state, conv, make_rows([1, 1, 1], [4, 3, 1], [0, 0, 0], decode=True))
+    out = ops.gdn(proj, w, state, conv, NO_WINDOW, make_rows([1, 1, 1], [4, 3, 1], [0, 0, 0], decode=True))
     for index, slot in enumerate([4, 3, 1]):
         want, s, c = float64_mixer(proj[index : index + 1], w, *sequences[slot])
         assert relative(out[index : index + 1], want) < bound
@@ -127,7 +130,7 @@ def test_native_prefill_and_decode_are_the_same_bits_however_a_sequence_is_cut()
         parts, begin = [], 0
         for cut in cuts:
             rows = make_rows([cut], [1], [int(begin == 0)], decode=cut == 1)
-            parts.append(CpuOps().gdn(proj[begin : begin + cut], w, state, conv, rows))
+            parts.append(CpuOps().gdn(proj[begin : begin + cut], w, state, conv, NO_WINDOW, rows))
             begin += cut
         return torch.cat(parts), state, conv
 
@@ -155,3 +158,63 @@ def test_chunked_form_stays_exact_where_powers_would_overflow():
         want.append(torch.einsum("hkv,hk->hv", s, k[t].double() * dim**-0.5))
     assert relative(out, torch.stack(want)) < 5e-6
     assert relative(state, s) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accepted_drafts_are_replayed_as_if_they_had_been_decoded(name, dtype):
+    """Three sequences draft 3, 0 and 2 rows, accept 2, 0 and 0, and go on: states equal those of plain decode.
+
+    Native ones to the bit; the reference's batched products differ from one batch size to another.
+    """
+    torch.manual_seed(9)
+    ops = CpuOps() if name == "native" else Ops()
+    w = make_weights(2, 4)
+    slots, drafts, accepted = [3, 1, 2], [3, 0, 2], [2, 0, 0]
+    start = torch.randn(4, w.value_heads, w.key_dim, w.value_dim)
+    start_conv = torch.randn(4, WIDTH - 1, w.channels).to(dtype)
+    window = torch.full((4, 3, w.channels + 2 * w.value_heads), float("nan"), dtype=dtype)
+    first = [torch.randn(1 + count, w.proj_width).to(dtype) for count in drafts]
+    then = [torch.randn(1, w.proj_width).to(dtype) for _ in slots]
+
+    def plain(rows_of):
+        state, conv = start.clone(), start_conv.clone()
+        outs = []
+        for slot, part in zip(slots, rows_of, strict=True):
+            for row in part:
+                step = make_rows([1], [slot], [0], decode=True)
+                outs.append(ops.gdn(row[None], w, state, conv, window, step))
+        return torch.cat(outs), state, conv
+
+    def same(got, want):
+        if name == "native":
+            assert torch.equal(got, want)
+        else:
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+    state, conv = start.clone(), start_conv.clone()
+    verify = make_rows([1 + count for count in drafts], slots, [0, 0, 0], decode=False)
+    verify = replace(
+        verify,
+        rows_per_seq=4,
+        pending=torch.zeros(3, dtype=torch.int32),
+        committed=torch.ones(3, dtype=torch.int64),
+    )
+    out = ops.gdn(torch.cat(first), w, state, conv, window, verify)
+    want_out, _, _ = plain(first)
+    same(out, want_out)
+    _, want_state, want_conv = plain([part[:1] for part in first])
+    same(state, want_state)
+    same(conv, want_conv)
+
+    pending = torch.tensor(accepted, dtype=torch.int32)
+    step = replace(make_rows([1, 1, 1], slots, [0, 0, 0], decode=True), pending=pending)
+    out = ops.gdn(torch.cat(then), w, state, conv, window, step)
+    kept = [
+        torch.cat([part[: 1 + count], row]) for part, count, row in zip(first, accepted, then, strict=True)
+    ]
+    want_out, want_state, want_conv = plain(kept)
+    lasts = torch.tensor([len(part) for part in kept]).cumsum(0) - 1
+    same(out, want_out[lasts])
+    same(state, want_state)
+    same(conv, want_conv)
