@@ -23,7 +23,7 @@ def sums(mesh: Collective) -> None:
     digest = hashlib.sha256()
     for dtype, tolerance in TOLERANCE.items():
         # one element, odd counts, several pieces of the region
-        for seed, shape in enumerate([(1,), (7, 3), (3, 300_001)]):
+        for seed, shape in enumerate([(1,), (7, 3), (3, 100_001)]):
             parts = given(mesh, seed, shape, dtype)
             mine = parts[mesh.rank].clone()
             result = mesh.all_reduce(mine)
@@ -56,7 +56,7 @@ def rounding(mesh: Collective) -> None:
 def many(mesh: Collective) -> None:
     """Calls of changing kinds and lengths, with nothing else that would keep ranks together."""
     size, total = mesh.size, 0.0
-    for step in range(1500):
+    for step in range(400):
         x = torch.full((1 + step * 37 % 3000,), float(mesh.rank + step))
         mesh.all_reduce(x)
         assert x[0] == x[-1] == size * step + size * (size - 1) / 2
