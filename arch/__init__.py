@@ -4,6 +4,7 @@
 """
 
 from mstar.arch.caches import AttentionCache, GdnCache, LayerCache, allocate_caches, cache_sizes
+from mstar.arch.head import MtpHead
 from mstar.arch.inputs import DecodeInputs, PrefillInputs
 from mstar.arch.trunk import Trunk
 
@@ -12,6 +13,7 @@ __all__ = [
     "DecodeInputs",
     "GdnCache",
     "LayerCache",
+    "MtpHead",
     "PrefillInputs",
     "Trunk",
     "allocate_caches",

@@ -26,12 +26,16 @@ class PrefillInputs:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """`rows_per_seq` rows for each of `seqs` sequences, padded to a bucket with slot 0, block 0, seq_len 1."""
+    """The newest token of each of `seqs` sequences, and drafts of the tokens after it where there are any.
 
-    token_ids: torch.Tensor  # [seqs * rows_per_seq] int64
-    seq_lens: (
-        torch.Tensor
-    )  # [seqs] int32, length with the last of these rows; that row's position is seq_len - 1
+    Padded to a bucket with slot 0, block 0, seq_len 1.
+    """
+
+    token_ids: torch.Tensor  # [rows] int64, sequence after sequence
+    seq_lens: torch.Tensor  # [seqs] int32, length with the first of these rows, which stands at seq_len - 1
     slots: torch.Tensor  # [seqs] int32
     block_tables: torch.Tensor  # [seqs, blocks] int32, padded with block 0
-    rows_per_seq: int = 1
+    counts: tuple[int, ...] | None = None  # [seqs] rows: one token and the drafts behind it; None: no drafts
+    pending: torch.Tensor | None = (
+        None  # [seqs] int32, drafts accepted in the sequence's last step; None: none
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 
@@ -53,37 +54,39 @@ class Trunk:
             self.lm_head = self.embedding
         assert not weights, f"weights that no layer took: {sorted(weights)}"
 
-    def prefill(self, inputs: PrefillInputs, caches: list[LayerCache]) -> torch.Tensor:
-        """Runs chunks of prompts; returns each chunk's last row after the final norm, [chunks, hidden]."""
-        borders = torch.tensor(inputs.cu_rows, dtype=torch.int64)
-        starts = torch.tensor(inputs.starts, dtype=torch.int64)
-        rows = Rows(
-            sequences=len(inputs.starts),
-            longest=int((borders[1:] - borders[:-1]).max()),
-            rows_per_seq=0,
-            cu_rows=borders.to(self.device),
-            starts=starts.to(self.device),
-            slots=inputs.slots,
-            fresh=(starts == 0).to(torch.uint8).to(self.device),
-            block_tables=inputs.block_tables,
-            host_cu_rows=inputs.cu_rows,
-            host_starts=inputs.starts,
-        )
+    def prefill(
+        self, inputs: PrefillInputs, caches: list[LayerCache], every_row: bool = False
+    ) -> torch.Tensor:
+        """Runs chunks of prompts; returns rows after the final norm.
+
+        Each chunk's last row, [chunks, hidden], or with `every_row` all of them, [rows, hidden].
+        """
+        rows = prefill_rows(inputs, self.device)
         x = self._run(inputs.token_ids, rows, caches)
-        return self.ops.rms_norm(x[rows.cu_rows[1:] - 1], self.norm, self.config.rms_norm_eps)
+        if not every_row:
+            x = x[rows.cu_rows[1:] - 1]
+        return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
 
     def decode(self, inputs: DecodeInputs, caches: list[LayerCache]) -> torch.Tensor:
-        """Runs every sequence's newest rows; returns them after the final norm, [seqs * rows_per_seq, hidden]."""
-        seqs, count = inputs.slots.shape[0], inputs.rows_per_seq
+        """Runs every sequence's newest token and drafts; returns all rows after the final norm, [rows, hidden]."""
+        seqs = inputs.slots.shape[0]
+        counts = inputs.counts
+        if counts is None or max(counts) == 1:
+            borders, longest, committed = self._one_row_each(seqs), 1, None
+        else:
+            borders = torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64, device=self.device)
+            longest, committed = max(counts), self._ones(seqs)
         rows = Rows(
             sequences=seqs,
-            longest=count,
-            rows_per_seq=count,
-            cu_rows=self._decode_borders(seqs, count),
-            starts=(inputs.seq_lens - count).to(torch.int64),
+            longest=longest,
+            rows_per_seq=longest,
+            cu_rows=borders,
+            starts=(inputs.seq_lens - 1).to(torch.int64),
             slots=inputs.slots,
             fresh=(inputs.slots == 0).to(torch.uint8),
             block_tables=inputs.block_tables,
+            pending=inputs.pending,
+            committed=committed,
         )
         x = self._run(inputs.token_ids, rows, caches)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
@@ -122,8 +125,30 @@ class Trunk:
         return self.ops.unpacked_rows(self.embedding, ids)
 
     @functools.cache  # noqa: B019 - a trunk lives as long as its process
-    def _decode_borders(self, seqs: int, count: int) -> torch.Tensor:
-        return torch.arange(0, (seqs + 1) * count, count, dtype=torch.int64, device=self.device)
+    def _one_row_each(self, seqs: int) -> torch.Tensor:
+        return torch.arange(seqs + 1, dtype=torch.int64, device=self.device)
+
+    @functools.cache  # noqa: B019
+    def _ones(self, seqs: int) -> torch.Tensor:
+        return torch.ones(seqs, dtype=torch.int64, device=self.device)
+
+
+def prefill_rows(inputs: PrefillInputs, device: torch.device) -> Rows:
+    """How the rows of chunks belong to sequences."""
+    borders = torch.tensor(inputs.cu_rows, dtype=torch.int64)
+    starts = torch.tensor(inputs.starts, dtype=torch.int64)
+    return Rows(
+        sequences=len(inputs.starts),
+        longest=int((borders[1:] - borders[:-1]).max()),
+        rows_per_seq=0,
+        cu_rows=borders.to(device),
+        starts=starts.to(device),
+        slots=inputs.slots,
+        fresh=(starts == 0).to(torch.uint8).to(device),
+        block_tables=inputs.block_tables,
+        host_cu_rows=inputs.cu_rows,
+        host_starts=inputs.starts,
+    )
 
 
 def count_params(config: ModelConfig) -> int:

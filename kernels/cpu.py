@@ -23,7 +23,17 @@ _LINEAR = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_i
     c_void_p,
 ) * 2
 _GDN = (c_void_p, c_int64, *(c_void_p,) * 13, *(c_int64,) * 7, c_float, c_int)
-_ATTENTION = (c_void_p, c_int64, *(c_void_p,) * 7, c_int64, *(c_void_p,) * 2, *(c_int64,) * 6, c_float, c_int)
+_ATTENTION = (
+    c_void_p,
+    c_int64,
+    *(c_void_p,) * 7,
+    c_int64,
+    *(c_void_p,) * 2,
+    *(c_int64,) * 6,
+    c_float,
+    c_int,
+    c_int,
+)
 
 
 @functools.cache
@@ -142,6 +152,7 @@ class CpuOps(Ops):
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
+        last_only: bool = False,
     ) -> torch.Tensor:
         out = torch.empty(proj.shape[0], weights.q_heads * weights.head_dim, dtype=proj.dtype)
         self._attention(
@@ -149,9 +160,9 @@ class CpuOps(Ops):
             weights.q_norm.data_ptr(), weights.k_norm.data_ptr(), weights.inv_freq.data_ptr(),
             rows.block_tables.data_ptr(), rows.block_tables.stride(0), rows.cu_rows.data_ptr(),
             rows.starts.data_ptr(), rows.sequences, rows.longest, weights.q_heads, weights.kv_heads,
-            weights.head_dim, 2 * weights.inv_freq.shape[0], weights.eps, proj.dtype == torch.bfloat16,
+            weights.head_dim, 2 * weights.inv_freq.shape[0], weights.eps, proj.dtype == torch.bfloat16, last_only,
         )  # fmt: skip
-        return out
+        return out[rows.cu_rows[1:] - 1] if last_only else out
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -88,10 +88,15 @@ class Ops:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         rows: Rows,
+        last_only: bool = False,
     ) -> torch.Tensor:
-        """Prefill or decode, by `rows.rows_per_seq`; see `mstar.kernels.attention`."""
+        """Prefill or decode, by `rows.rows_per_seq`; see `mstar.kernels.attention`.
+
+        last_only: all rows write their key and value, each sequence's last one attends: [sequences, ...].
+        """
         run = attention_decode if rows.rows_per_seq else attention_prefill
-        return run(proj, weights, k_cache, v_cache, rows)
+        out = run(proj, weights, k_cache, v_cache, rows)
+        return out[rows.cu_rows[1:] - 1] if last_only else out
 
 
 def select_ops(

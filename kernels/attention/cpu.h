@@ -22,7 +22,7 @@ typedef struct {
     int64_t ld, table_ld, q_heads, kv_heads, head_dim, rotary_dim;
     int64_t row_tile, tiles; /* rows a task, tasks a sequence and kv head */
     float eps;
-    int bf16;
+    int bf16, last_only; /* last_only: only each sequence's last row attends, the others write their key and value */
 } attention_args;
 
 static void attention_head(const attention_args *a, size_t from, const float *norm, int64_t position, float scale,
@@ -189,8 +189,11 @@ static void attention_prepare_task(void *context, int64_t task) {
 
 static void attention_rows_task(void *context, int64_t task) {
     int64_t sequence, kv, begin, end;
-    attention_span(context, task, &sequence, &kv, &begin, &end);
-    if (begin < end) attention_rows(context, sequence, kv, begin, end);
+    const attention_args *a = context;
+    attention_span(a, task, &sequence, &kv, &begin, &end);
+    int64_t last = a->cu_rows[sequence + 1] - 1;
+    if (a->last_only && begin < last) begin = last;
+    if (begin < end) attention_rows(a, sequence, kv, begin, end);
 }
 
 static void attention_whole_task(void *context, int64_t task) {
@@ -205,11 +208,13 @@ static __thread size_t attention_q_capacity;
 void mstar_attention(const void *proj, int64_t ld, void *out, void *k_cache, void *v_cache, const float *q_norm,
                      const float *k_norm, const float *inv_freq, const int32_t *block_tables, int64_t table_ld,
                      const int64_t *cu_rows, const int64_t *starts, int64_t sequences, int64_t longest, int64_t q_heads,
-                     int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, float eps, int bf16) {
+                     int64_t kv_heads, int64_t head_dim, int64_t rotary_dim, float eps, int bf16,
+                     int last_only) {
     attention_args a = {.proj = proj, .out = out, .k_cache = k_cache, .v_cache = v_cache, .q_norm = q_norm,
                         .k_norm = k_norm, .inv_freq = inv_freq, .block_tables = block_tables, .cu_rows = cu_rows,
                         .starts = starts, .ld = ld, .table_ld = table_ld, .q_heads = q_heads, .kv_heads = kv_heads,
-                        .head_dim = head_dim, .rotary_dim = rotary_dim, .eps = eps, .bf16 = bf16};
+                        .head_dim = head_dim, .rotary_dim = rotary_dim, .eps = eps, .bf16 = bf16,
+                        .last_only = last_only};
     a.q = scratch(&attention_q, &attention_q_capacity, cu_rows[sequences] * q_heads * head_dim);
     a.row_tile = 16;
     a.tiles = (longest + a.row_tile - 1) / a.row_tile;

@@ -35,13 +35,20 @@ def attention_prefill(
 def attention_decode(
     proj: torch.Tensor, weights: AttentionWeights, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
-    """`rows_per_seq` rows a sequence, all sequences at once; same shapes as `attention_prefill`."""
-    count = rows.rows_per_seq
-    positions = rows.starts[:, None] + torch.arange(count, device=proj.device)
-    tables = rows.block_tables.long().repeat_interleave(count, 0)
-    q, gate = _write(proj, weights, k_cache, v_cache, positions.flatten(), tables)
-    out = _attend(q.unflatten(0, (rows.sequences, count)), k_cache, v_cache, rows.block_tables, positions)
-    return _gate(out.flatten(0, 1), gate, proj.dtype)
+    """A few rows a sequence, all sequences at once; same shapes as `attention_prefill`."""
+    counts = rows.cu_rows.diff()
+    owner = torch.repeat_interleave(
+        torch.arange(rows.sequences, device=proj.device), counts, output_size=proj.shape[0]
+    )
+    index = torch.arange(proj.shape[0], device=proj.device) - rows.cu_rows[owner]
+    positions = rows.starts[owner] + index
+    tables = rows.block_tables.long()
+    q, gate = _write(proj, weights, k_cache, v_cache, positions, tables[owner])
+    padded = q.new_zeros(rows.sequences, rows.rows_per_seq, *q.shape[1:])
+    padded[owner, index] = q
+    at = rows.starts[:, None] + torch.arange(rows.rows_per_seq, device=proj.device)
+    out = _attend(padded, k_cache, v_cache, tables, at)
+    return _gate(out[owner, index], gate, proj.dtype)
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
