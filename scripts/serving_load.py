@@ -124,6 +124,7 @@ class DaemonLink:
     """A DEALER socket that speaks the protocol's raw maps."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
