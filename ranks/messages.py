@@ -32,6 +32,7 @@ class LoadSpec:
     threads: int  # CPU threads of each rank
     run_dir: str  # directory of this load's ipc sockets, mode 0700
     heartbeat_s: float = 1.0
+    spec_k: int = 0  # drafts a step that the MTP head makes; 0: no speculation, and no head is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class SamplingParams:
     think_end_id: int | None = None
     starts_in_think: bool = False
     max_think_tokens: int | None = None
+    spec_k: int | None = None  # drafts a step: None is the load's, 0 decodes plainly, else at most that many
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,9 @@ class TokenRun:
     finish: str | None = None  # "stop" or "length" with the last run
     # one entry an id when the request asked: [logprob of the id, [[id, logprob], ...] best first]
     logprobs: list[Any] | None = None
+    # drafts that this step checked, 0 in a plain step; None with the token that prefill yields, of no step
+    drafted: int | None = None
+    accepted: int = 0  # of these; the first `accepted` of `ids` are drafts, the bonus follows unless it was cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +183,11 @@ class EngineStats:
     slots_total: int
     slots_free: int
     extra: dict[str, Any] = field(default_factory=dict)
+    # speculation since load
+    spec_k: int = 0  # drafts a step in force now
+    spec_steps: int = 0  # verify steps of requests: one for each run with `drafted` above 0
+    spec_drafted: list[int] = field(default_factory=list)  # drafts checked, by depth (the first draft first)
+    spec_accepted: list[int] = field(default_factory=list)  # of these, accepted
 
 
 Command = Submit | Abort | QueryStats | Stop
