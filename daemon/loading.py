@@ -170,7 +170,11 @@ class ModelHost:
             return self.model.loaded
         except BaseException as error:
             if self.state == "loading":
-                self.state, self.reason = "failed", str(error) or "the load was given up"
+                # A tokenizer's fault is the directory's, like those that are found before a rank is started.
+                refused = isinstance(error.__cause__, TextError)
+                self.state, self.reason = (
+                    before if refused else ("failed", str(error) or "the load was given up")
+                )
             raise
 
     async def _unload(self, hurry: bool) -> None:

@@ -121,7 +121,13 @@ class Mesh:
         try:
             self._spawn()
             self._watch = self._loop.create_task(self._watch_heartbeats())
-            return await asyncio.shield(self._ready)
+            ready = await asyncio.shield(self._ready)
+            # Its Ready can overtake the connection that it opened for commands.
+            while not int(self._commands.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                if self.failure is not None:
+                    raise self.failure
+                await asyncio.sleep(0.001)
+            return ready
         except BaseException:
             await self.kill()
             raise

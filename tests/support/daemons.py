@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import zmq
@@ -42,6 +42,10 @@ async def daemon(script: dict[str, Any] | None = None, **flags: Any) -> AsyncIte
     try:
         yield server
     finally:
+        # A context that is left open after a failure would block the interpreter in its destructor.
+        for client in ZmqClient.opened:
+            client.close()
+        ZmqClient.opened.clear()
         server.stop()
         await serving
 
@@ -92,8 +96,11 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 class ZmqClient(Client):
+    opened: ClassVar[list[ZmqClient]] = []
+
     def __init__(self, server: Server, **options: Any) -> None:
         assert server.zmq_face is not None
+        self.opened.append(self)
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
