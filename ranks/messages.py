@@ -160,7 +160,8 @@ class TokenRun:
     logprobs: list[Any] | None = None
     # drafts that this step checked, 0 in a plain step; None with the token that prefill yields, of no step
     drafted: int | None = None
-    accepted: int = 0  # of these; the first `accepted` of `ids` are drafts, the bonus follows unless it was cut
+    # of these; the first `accepted` of `ids` are drafts, and the bonus follows unless a terminator cut it
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
