@@ -8,6 +8,7 @@ the state `failed`, with the reason, until the next load.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -224,7 +225,7 @@ class ModelHost:
         )
         self._mesh = mesh
         # The tokenizer's import costs a second of its own: while the ranks read.
-        text_task = asyncio.create_task(in_thread(load_text, checked.directory))
+        text_task = asyncio.create_task(in_thread(_load_text, checked.directory))
         start_task = asyncio.create_task(mesh.start())
         try:
             text = await text_task
@@ -240,8 +241,6 @@ class ModelHost:
             raise
         for note in ready.notes:
             log.info("%s", note)
-        memory = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in ready.memory.items())
-        log.info("rank 0 holds %s", memory)
         loaded = _report(request, checked, ready, began)
         return Model(text, mesh, checked.config, checked.max_seq, checked.mtp_k, loaded)
 
@@ -313,6 +312,14 @@ def _check(request: Load, settings: Settings) -> _Checked:
         policy=policy,
         fingerprint=fingerprint(directory),
     )
+
+
+def _load_text(directory: Path) -> TextModel:
+    text = load_text(directory)
+    with contextlib.suppress(TextError):
+        # A template's first use compiles it: 20 ms that would stop the loop in the first request.
+        text.render([{"role": "user", "content": "Hello"}])
+    return text
 
 
 def _architecture(directory: Path) -> str:
