@@ -28,8 +28,10 @@ def prompt_ids(request: Generate, text: TextModel) -> list[int]:
 
 def check_request(request: Generate, model: Model) -> None:
     """What can be told without the prompt's ids. Raises ProtocolError."""
-    if request.spec.mtp_k is not None and request.spec.mtp_k > model.mtp_k:
-        message = f"spec.mtp_k {request.spec.mtp_k} is over what was loaded ({model.mtp_k})"
+    loaded = model.loaded.spec
+    if request.spec.mtp_k is not None and request.spec.mtp_k > loaded.k:
+        why = "" if loaded.reason is None else f": {loaded.reason}"
+        message = f"spec.mtp_k {request.spec.mtp_k} is over what was loaded ({loaded.k}{why})"
         raise ProtocolError("validation", message, field="spec.mtp_k")
     if request.max_think_tokens is not None and model.text.think_end_id is None:
         message = "this model has no thinking markers: leave max_think_tokens out"
@@ -78,4 +80,5 @@ def sampling_params(
         think_end_id=model.text.think_end_id,
         starts_in_think=starts_in_think,
         max_think_tokens=request.max_think_tokens,
+        spec_k=0 if request.spec.mtp == "off" else request.spec.mtp_k,
     )

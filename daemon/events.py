@@ -167,12 +167,18 @@ class SpecReport:
     """What speculation did for a request."""
 
     mtp: Annotated[bool, Field(description="Whether drafts were made")] = False
-    k: Annotated[int, Field(description="Drafts a step")] = 0
-    steps: Annotated[int, Field(description="Verify steps")] = 0
-    drafted: Annotated[int, Field(description="Drafts made")] = 0
-    accepted: Annotated[int, Field(description="Drafts accepted")] = 0
+    k: Annotated[int, Field(description="Drafts a step, at most")] = 0
+    steps: Annotated[int, Field(description="Verify steps, those without a draft included")] = 0
+    drafted: Annotated[int, Field(description="Drafts checked")] = 0
+    accepted: Annotated[int, Field(description="Of these, accepted and in the answer")] = 0
     tau: Annotated[float, Field(description="Accepted drafts a step, the bonus not counted")] = 0.0
     tokens_per_step: Annotated[float, Field(description="tau + 1; the prefill's token is of no step")] = 1.0
+    drafted_by_depth: Annotated[
+        list[int], Field(description="`drafted`, the first draft of a step first")
+    ] = field(default_factory=list)
+    accepted_by_depth: Annotated[list[int], Field(description="`accepted`, likewise")] = field(
+        default_factory=list
+    )
 
 
 @dataclass(slots=True)
@@ -232,9 +238,11 @@ class SpecStats:
     """Speculation since load."""
 
     k: Annotated[int, Field(description="Drafts a step in force now")] = 0
-    steps: Annotated[int, Field(description="Verify steps of requests")] = 0
-    drafted: Annotated[list[int], Field(description="Drafts made, by depth")] = field(default_factory=list)
+    steps: Annotated[int, Field(description="Verify steps, counted for each request")] = 0
+    drafted: Annotated[list[int], Field(description="Drafts checked, by depth")] = field(default_factory=list)
     accepted: Annotated[list[int], Field(description="Of these, accepted")] = field(default_factory=list)
+    tau: Annotated[float, Field(description="Accepted drafts a step, the bonus not counted")] = 0.0
+    tokens_per_step: Annotated[float, Field(description="tau + 1")] = 1.0
 
 
 @dataclass(slots=True)

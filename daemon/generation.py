@@ -19,11 +19,11 @@ from mstar.daemon.protocol import (
     GenStart,
     ProtocolError,
     Reasoning,
-    SpecReport,
     Token,
     TokenLogprob,
 )
 from mstar.daemon.registry import LiveRequest, Registry
+from mstar.daemon.speculation import SpecCounts
 from mstar.daemon.text import EmitterOutput, TextError
 from mstar.ranks import messages
 from mstar.ranks.messages import TokenRun
@@ -124,6 +124,7 @@ class Generations:
         live.prompt_tokens = len(ids)
         live.starts_in_think = text.starts_in_think(ids)
         live.seed = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
+        live.spec = SpecCounts.of(request.spec, model.loaded.spec)
         sampling = sampling_params(request, model, len(ids), live.seed, live.starts_in_think)
         live.emitter = text.emitter(
             stop=request.stop,
@@ -156,7 +157,10 @@ class Generations:
         finish, logprobs = run.finish, run.logprobs
         if logprobs is not None:
             logprobs = [TokenLogprob(id, *entry) for id, entry in zip(run.ids, logprobs, strict=True)]
+        before = emitter.completion_tokens
         output = emitter.push(run.ids, logprobs, finish is not None)
+        # A stop string that ends inside the run cuts it: what comes after is in no count.
+        live.spec.take(run, output.completion_tokens - before)
         if output.pieces:
             self._emit(live, output)
         if output.stopped:
@@ -180,7 +184,7 @@ class Generations:
             usage=live.usage(),
             open_think=emitter.open_think if emitter is not None else False,
             timings=live.timings(),
-            spec=SpecReport(),
+            spec=live.spec.report(),
         )
         self._registry.end(live, done)
         if tell_engine:

@@ -36,10 +36,11 @@ from mstar.loader import (
     LoadError,
     ModelConfig,
     SpecPolicy,
+    check_built,
     check_tp,
     decide,
     fingerprint,
-    has_head,
+    head_fault,
     read_config,
     read_manifest,
     resolve,
@@ -62,7 +63,6 @@ class Model:
     mesh: Mesh
     config: ModelConfig
     max_seq: int
-    mtp_k: int  # the most drafts a step that a request may ask for
     loaded: Loaded
 
 
@@ -78,7 +78,6 @@ class _Checked:
     max_seq: int
     max_num_seqs: int
     memory_fraction: float
-    mtp_k: int
     policy: SpecPolicy
     fingerprint: str
 
@@ -207,6 +206,7 @@ class ModelHost:
             threads=settings.rank_threads(checked.tp),
             run_dir="",  # the mesh makes it
             heartbeat_s=settings.heartbeat_s,
+            spec_k=checked.policy.k,
         )
         progress = _Progress(request.id, on_progress)
 
@@ -241,8 +241,13 @@ class ModelHost:
             raise
         for note in ready.notes:
             log.info("%s", note)
+        policy = checked.policy
+        if policy.mtp:
+            log.info("speculation: %d drafts a step, by a head in %s", policy.k, policy.draft_head)
+        else:
+            log.info("no speculation: %s", policy.reason)
         loaded = _report(request, checked, ready, began)
-        return Model(text, mesh, checked.config, checked.max_seq, checked.mtp_k, loaded)
+        return Model(text, mesh, checked.config, checked.max_seq, loaded)
 
     def _mesh_failed(self, failure: MeshFailure) -> None:
         if self.model is None:  # being unloaded: what matters ended before
@@ -287,11 +292,11 @@ def _check(request: Load, settings: Settings) -> _Checked:
         dflash=spec.dflash,
         dspark=spec.dspark,
     )
+    tp = request.tp or settings.tp
+    check_built(wanted, tp)  # before the hub is asked for the model
     directory = resolve(request.model)
     config = read_config(directory, request.overrides)
-    tp = request.tp or settings.tp
     check_tp(config, tp)
-    policy = decide(wanted, has_head(directory), tp)
     dtype = resolve_dtype(request.dtype if "dtype" in given else settings.dtype, config)
     positions = config.max_position_embeddings
     max_seq = request.max_seq or settings.max_seq or min(positions, _MAX_SEQ_DEFAULT)
@@ -299,6 +304,7 @@ def _check(request: Load, settings: Settings) -> _Checked:
         message = f"max_seq {max_seq} is over the {positions} positions of the model's config"
         raise ProtocolError("validation", message, field="max_seq")
     read_manifest(directory, config)
+    policy = decide(wanted, head_fault(directory, config), tp, dtype)
     return _Checked(
         directory=directory,
         config=config,
@@ -308,7 +314,6 @@ def _check(request: Load, settings: Settings) -> _Checked:
         max_seq=max_seq,
         max_num_seqs=request.max_num_seqs if "max_num_seqs" in given else settings.max_num_seqs,
         memory_fraction=request.memory_fraction if "memory_fraction" in given else settings.memory_fraction,
-        mtp_k=wanted.mtp_k,
         policy=policy,
         fingerprint=fingerprint(directory),
     )

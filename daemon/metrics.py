@@ -28,6 +28,13 @@ class Metrics:
             registry=registry,
         )
         self.tokens = Counter("mstar_tokens", "Tokens of ended requests", ["kind"], registry=registry)
+        self.drafts = Counter(
+            "mstar_spec_drafts",
+            "Drafts of ended requests: drafted, and of these accepted",
+            ["kind"],
+            registry=registry,
+        )
+        self.spec_steps = Counter("mstar_spec_steps", "Verify steps of ended requests", registry=registry)
         self.queue = Histogram(
             "mstar_queue_seconds", "Arrival to admission", buckets=_SECONDS, registry=registry
         )
@@ -72,6 +79,9 @@ class Metrics:
         self.tokens.labels("prompt").inc(usage.prompt_tokens)
         self.tokens.labels("completion").inc(usage.completion_tokens)
         self.tokens.labels("reasoning").inc(usage.reasoning_tokens)
+        self.drafts.labels("drafted").inc(live.spec.drafted)
+        self.drafts.labels("accepted").inc(live.spec.accepted)
+        self.spec_steps.inc(live.spec.steps)
         if timings.queue_ms is not None:
             self.queue.observe(timings.queue_ms / 1e3)
         if timings.ttft_ms is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mstar.daemon.peer import Peer
 from mstar.daemon.protocol import Done, ErrorEvent, Generate, ProtocolError, Timings, Usage
+from mstar.daemon.speculation import SpecCounts
 from mstar.daemon.text import Emitter
 
 Key = tuple[str | int, int]  # (id, attempt_id), global to the daemon
@@ -27,6 +28,7 @@ class LiveRequest:
     seed: int = 0
     starts_in_think: bool = False
     emitter: Emitter | None = None  # set once the prompt is known
+    spec: SpecCounts = field(default_factory=SpecCounts)
     submitted: bool = False  # the engine knows it
     started_at: float | None = None
     first_token_at: float | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 
 from mstar.daemon.loading import ModelHost
-from mstar.daemon.protocol import Done, ErrorEvent, Pool, RankStatus, StatsEvent, StatusEvent
+from mstar.daemon.protocol import Done, ErrorEvent, Pool, RankStatus, SpecStats, StatsEvent, StatusEvent
 from mstar.daemon.registry import LiveRequest, Registry
+from mstar.daemon.speculation import mean_accepted
 from mstar.ranks.messages import EngineStats
 
 
@@ -65,6 +66,15 @@ def stats_event(engine: EngineStats | None, registry: Registry, id: str | int | 
         event.blocks = _pool(engine.blocks_total, engine.blocks_free)
         event.slots = _pool(engine.slots_total, engine.slots_free)
         event.queues.update(running=engine.running, waiting=engine.waiting)
+        tau = mean_accepted(sum(engine.spec_accepted), engine.spec_steps)
+        event.spec = SpecStats(
+            k=engine.spec_k,
+            steps=engine.spec_steps,
+            drafted=engine.spec_drafted,
+            accepted=engine.spec_accepted,
+            tau=tau,
+            tokens_per_step=round(tau + 1, 4),
+        )
         event.engine = {
             "prefill_tokens": engine.prefill_tokens,
             "decode_tokens": engine.decode_tokens,
@@ -84,8 +94,13 @@ def request_line(live: LiveRequest, event: Done | ErrorEvent) -> str:
         f"id={live.key[0]!r} attempt={live.key[1]} {how}: prompt {usage.prompt_tokens}, "
         f"completion {usage.completion_tokens}, queue {_shown(timings.queue_ms)} ms, "
         f"ttft {_shown(timings.ttft_ms)} ms, prefill {_shown(timings.prefill_tok_s)} tok/s, "
-        f"decode {_shown(timings.decode_tok_s)} tok/s ({live.peer.name})"
+        f"decode {_shown(timings.decode_tok_s)} tok/s{_spec(live)} ({live.peer.name})"
     )
+
+
+def _spec(live: LiveRequest) -> str:
+    report = live.spec.report()
+    return f", {report.tokens_per_step:.2f} tokens a step" if report.steps else ""
 
 
 def _pool(total: int, free: int) -> Pool:

@@ -117,34 +117,21 @@ class Strict(BaseModel):
 
 
 class LoadSpecFields(Strict):
-    """`load.spec`: speculative decoding of this load."""
+    """`load.spec`: speculative decoding of this load. What is not built is refused by `loader.policy`, by name."""
 
-    mtp: Annotated[
-        Literal["off", "on", "auto"],
-        _refuse("on", "multi-token prediction is not built yet; use auto or off"),
-        Field(description="Multi-token prediction; `on` refuses a model that cannot, `auto` serves without"),
-    ] = "auto"
+    mtp: Literal["off", "on", "auto"] = Field(
+        default="auto",
+        description="Multi-token prediction; `on` refuses a model without a head for it, `auto` serves without",
+    )
     mtp_k: int = Field(default=3, ge=1, le=8, description="Drafts a step")
-    draft_head: Annotated[
-        Literal["auto", "bf16", "fp8"],
-        _refuse("fp8", "the fp8 draft head is not built yet; use auto or bf16"),
-        Field(description="Number format of the draft head; `fp8` is refused until it exists"),
-    ] = "auto"
-    ngram: Annotated[
-        OffOn,
-        _refuse("on", "ngram drafting is not built yet; leave it off"),
-        Field(description="Drafts from the text so far; `on` is refused until it exists"),
-    ] = "off"
-    dflash: Annotated[
-        OffOn,
-        _refuse("on", "dflash drafting is not built yet; leave it off"),
-        Field(description="Block drafting; `on` is refused until it exists"),
-    ] = "off"
-    dspark: Annotated[
-        OffOn,
-        _refuse("on", "dspark drafting is not built yet; leave it off"),
-        Field(description="Block drafting; `on` is refused until it exists"),
-    ] = "off"
+    draft_head: Literal["auto", "bf16", "fp8"] = Field(
+        default="auto", description="Number format of the draft head; `fp8` is refused until it exists"
+    )
+    ngram: OffOn = Field(
+        default="off", description="Drafts from the text so far; `on` is refused until it exists"
+    )
+    dflash: OffOn = Field(default="off", description="Block drafting; `on` is refused until it exists")
+    dspark: OffOn = Field(default="off", description="Block drafting; `on` is refused until it exists")
 
 
 class SpecRequest(Strict):

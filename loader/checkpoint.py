@@ -1,4 +1,4 @@
-"""Reads one rank's slices of a checkpoint into tensors. The only file of the loader that knows torch.
+"""Reads one rank's slices of a checkpoint into tensors; `head` reads through it. Nothing else here knows torch.
 
 Files are memory-mapped and copied in bounded pieces whose pages are handed back at once, so that a rank's
 peak is its shard and a few MiB, whatever the size of the checkpoint.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,8 +49,20 @@ def load_shard(
     check_tp(config, tp_size)
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"rank {tp_rank} of {tp_size}")
+    return read_sources(read_manifest(path, config), config, tp_rank, tp_size, dtype, progress)
+
+
+def read_sources(
+    sources: Iterable[Source],
+    config: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    dtype: str | torch.dtype,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """The rank's slices of these weights by name, in the order of the files; see `load_shard`."""
     wanted = _torch_dtype(dtype)
-    sources = sorted(read_manifest(path, config), key=lambda source: (source.info.file, source.info.offset))
+    sources = sorted(sources, key=lambda source: (source.info.file, source.info.offset))
     total = sum(source.info.nbytes for source in sources)
     done = 0
     shard: dict[str, torch.Tensor] = {}

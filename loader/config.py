@@ -78,7 +78,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str  # the checkpoint's: "bf16", "fp16" or "fp32"
     eos_token_ids: tuple[int, ...]
-    mtp_num_hidden_layers: int = 0  # what the config says; the weights say whether there is a head
+    # What the config says of its MTP head, None where it says nothing: the weights say whether there is one.
+    mtp_num_hidden_layers: int | None = None
+    mtp_use_dedicated_embeddings: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -162,7 +164,8 @@ def parse_config(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         dtype=_dtype(fields),
         eos_token_ids=_eos_ids(fields, top, generation, vocab),
-        mtp_num_hidden_layers=fields.integer("mtp_num_hidden_layers", 0, 64, default=0),
+        mtp_num_hidden_layers=_mtp_layers(fields),
+        mtp_use_dedicated_embeddings=fields.boolean("mtp_use_dedicated_embeddings", default=False),
     )
 
 
@@ -268,6 +271,12 @@ def _dtype(fields: Fields) -> str:
     if name not in _DTYPE_NAMES:
         raise fields.wrong("dtype", f"one of {', '.join(_DTYPE_NAMES)}")
     return _DTYPE_NAMES[name]
+
+
+def _mtp_layers(fields: Fields) -> int | None:
+    if fields.get("mtp_num_hidden_layers") is None:
+        return None
+    return fields.integer("mtp_num_hidden_layers", 0, 64)
 
 
 def _eos_ids(

@@ -105,13 +105,6 @@ def read_tensors(directory: str | Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def has_head(directory: str | Path) -> bool:
-    """Whether the checkpoint brings an MTP head: a sidecar, or `mtp.*` beside the trunk's weights."""
-    return find_sidecar(directory) is not None or any(
-        name.startswith("mtp.") or ".mtp." in name for name in read_tensors(directory)
-    )
-
-
 def _has_index(directory: Path) -> bool:
     return (directory / _INDEX).is_file()
 

@@ -35,12 +35,10 @@ class SpecPolicy:
     reason: str | None  # why it does not speculate; None when it does
 
 
-def decide(request: SpecRequest, has_head: bool, tp: int) -> SpecPolicy:
-    """The policy of one load.
+def check_built(request: SpecRequest, tp: int) -> None:
+    """Refuses by name what the request asks for and no load can give, before the model is even looked for.
 
-    has_head: whether the checkpoint brings an MTP head (headers.has_head). Raises LoadError `unsupported`,
-    naming the field, for what was asked for by name and cannot be given; `auto` is served without, and
-    `reason` says why.
+    Raises LoadError `unsupported`, naming the field.
     """
     for name in ("ngram", "dflash", "dspark"):
         if getattr(request, name) != "off":
@@ -50,9 +48,24 @@ def decide(request: SpecRequest, has_head: bool, tp: int) -> SpecPolicy:
     if request.draft_head == "fp8":
         message = "an fp8 draft head is not built; leave spec.draft_head at auto"
         raise LoadError("unsupported", message, "spec.draft_head")
+
+
+def decide(request: SpecRequest, head_fault: LoadError | None, tp: int, dtype: str) -> SpecPolicy:
+    """The policy of one load, the same for one rank and for a mesh.
+
+    head_fault: why the checkpoint's MTP head cannot be used, None when it can (manifest.head_fault). dtype: of
+    the load, "bf16", "fp16" or "fp32", in which the head runs. Raises LoadError, naming the field, for what was
+    asked for by name and cannot be given; `auto` is served without, and `reason` says why.
+    """
+    check_built(request, tp)
     if request.mtp == "off":
         return SpecPolicy(mtp=False, k=0, draft_head=None, reason="switched off by spec.mtp")
-    reason = "speculative decoding is not built yet" if has_head else "the checkpoint has no MTP head"
-    if request.mtp == "on":
-        raise LoadError("unsupported", f"{reason}; load with spec.mtp auto or off", "spec.mtp")
-    return SpecPolicy(mtp=False, k=0, draft_head=None, reason=reason)
+    if head_fault is not None and request.mtp == "on":
+        message = f"{head_fault.message}; load with spec.mtp auto or off"
+        raise LoadError(head_fault.error_class, message, head_fault.field)
+    if head_fault is not None:
+        return SpecPolicy(mtp=False, k=0, draft_head=None, reason=head_fault.message)
+    if request.draft_head not in ("auto", dtype):
+        message = f"the draft head runs in the load's dtype ({dtype}); leave spec.draft_head at auto"
+        raise LoadError("unsupported", message, "spec.draft_head")
+    return SpecPolicy(mtp=True, k=request.mtp_k, draft_head=dtype, reason=None)

@@ -153,6 +153,13 @@ RULES: tuple[WeightRule, ...] = (
     _columns("lm_head.weight", None, _vocab),
 )
 
+HEAD_RULES: tuple[WeightRule, ...] = (
+    WeightRule("fc.weight", None, lambda c: (c.hidden_size, 2 * c.hidden_size)),
+    _whole("pre_fc_norm_embedding.weight", None, lambda c: c.hidden_size),
+    _whole("pre_fc_norm_hidden.weight", None, lambda c: c.hidden_size),
+    _whole("norm.weight", None, lambda c: c.hidden_size),
+)
+
 
 def weights_of(config: ModelConfig) -> Iterator[Weight]:
     """Every weight of the trunk, `lm_head.weight` only where it is not the embedding's."""
@@ -164,6 +171,15 @@ def weights_of(config: ModelConfig) -> Iterator[Weight]:
         for index, kind in enumerate(config.layer_types):
             if rule.layers in ("any", kind):
                 yield Weight(rule.name.format(i=index), rule.shape(config), rule)
+
+
+def head_weights_of(config: ModelConfig) -> Iterator[Weight]:
+    """Every weight of the MTP head, without `mtp.`: it has one full-attention layer and is never cut."""
+    for rule in HEAD_RULES:
+        yield Weight(rule.name, rule.shape(config), rule)
+    for rule in RULES:
+        if rule.layers in ("any", FULL):
+            yield Weight(rule.name.format(i=0), rule.shape(config), rule)
 
 
 def cut(rule: WeightRule, config: ModelConfig, rank: int, size: int) -> Cut | None:

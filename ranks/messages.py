@@ -186,7 +186,7 @@ class EngineStats:
     extra: dict[str, Any] = field(default_factory=dict)
     # speculation since load
     spec_k: int = 0  # drafts a step in force now
-    spec_steps: int = 0  # verify steps of requests: one for each run with `drafted` above 0
+    spec_steps: int = 0  # decode steps of requests that speculate, those without drafts too: tau is of these
     spec_drafted: list[int] = field(default_factory=list)  # drafts checked, by depth (the first draft first)
     spec_accepted: list[int] = field(default_factory=list)  # of these, accepted
 
