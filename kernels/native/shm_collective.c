@@ -20,9 +20,11 @@
 /* Larger tensors go in pieces of this: a piece of every rank stays in the last-level cache. */
 #define PIECE_BYTES (1 << 20)
 
-/* 2000 pauses are about 40 us: longer than ranks of one step are apart when each has a core. Then the core is
- * offered to whoever shares it, and after about a millisecond of that the wait costs nothing. */
+/* 2000 pauses are about 40 us: longer than ranks of one step are apart when each has a core. With more ranks
+ * than cores the one waited for may need this very core: hardly any. Then the core is offered to whoever shares
+ * it, and after about a millisecond of that the wait costs nothing. */
 #define SPINS 2000
+#define SPINS_SHARED 20
 #define YIELDS 2000
 #define SLEEP_NS 50000
 
@@ -31,7 +33,7 @@ typedef struct {
     uint64_t slot_bytes;
     uint64_t call; /* of this rank; equal on all ranks between calls */
     double timeout_s;
-    int32_t rank, size;
+    int32_t rank, size, spins;
     int32_t late; /* after a timeout: the first rank that had not come */
 } shm_group;
 
@@ -61,7 +63,7 @@ static inline unsigned char *slot_of(const shm_group *g, int rank) {
 /* 0 when `rank` has published this call, -1 after timeout_s. */
 static int wait_for(shm_group *g, int rank) {
     _Atomic uint64_t *flag = flag_of(g, rank);
-    for (int i = 0; i < SPINS; i++) {
+    for (int i = 0; i < g->spins; i++) {
         if (atomic_load_explicit(flag, memory_order_acquire) >= g->call) return 0;
         relax();
     }
@@ -91,8 +93,10 @@ static int publish_and_wait(shm_group *g) {
 /* Bytes of a group struct, for the caller who allocates it. */
 int64_t shm_group_bytes(void) { return (int64_t)sizeof(shm_group); }
 
-/* -1 when the region is too small or the mesh too large. */
-int shm_group_init(shm_group *g, void *base, int64_t region_bytes, int rank, int size, double timeout_s) {
+/* cores: that the ranks share. -1 when the region is too small or the mesh too large. */
+int shm_group_init(
+    shm_group *g, void *base, int64_t region_bytes, int rank, int size, int cores, double timeout_s
+) {
     if (size < 1 || size > MAX_RANKS || region_bytes <= HEADER) return -1;
     uint64_t slot = ((uint64_t)(region_bytes - HEADER) / (2 * (uint64_t)size)) & ~(uint64_t)4095;
     if (slot < 4096) return -1;
@@ -102,6 +106,7 @@ int shm_group_init(shm_group *g, void *base, int64_t region_bytes, int rank, int
     g->timeout_s = timeout_s;
     g->rank = rank;
     g->size = size;
+    g->spins = size > cores ? SPINS_SHARED : SPINS;
     g->late = -1;
     return 0;
 }
@@ -131,20 +136,31 @@ int shm_all_reduce_f32(shm_group *g, float *x, int64_t count) {
     return 0;
 }
 
+enum { STRIP = 256 };
+
 static inline float widen(uint16_t h) {
-    uint32_t bits = (uint32_t)h << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
+    union { uint32_t bits; float value; } u = {(uint32_t)h << 16};
+    return u.value;
 }
 
-/* To nearest, ties to even; a NaN stays one. */
+/* To nearest, ties to even; a NaN stays one. Bits only, so that the loop becomes vector code. */
 static inline uint16_t narrow(float f) {
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    uint32_t nan = (bits >> 16) | 0x40;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+    union { float value; uint32_t bits; } u = {f};
+    uint32_t rounded = (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
+    uint32_t nan = (u.bits >> 16) | 0x40;
+    return (uint16_t)((u.bits & 0x7fffffff) > 0x7f800000 ? nan : rounded);
+}
+
+static void widen_sum(float *restrict sum, const uint16_t *restrict a, const uint16_t *restrict b, int64_t n) {
+    for (int64_t i = 0; i < n; i++) sum[i] = widen(a[i]) + widen(b[i]);
+}
+
+static void widen_add(float *restrict sum, const uint16_t *restrict a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) sum[i] += widen(a[i]);
+}
+
+static void narrow_all(uint16_t *restrict out, const float *restrict sum, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = narrow(sum[i]);
 }
 
 int shm_all_reduce_bf16(shm_group *g, uint16_t *x, int64_t count) {
@@ -157,18 +173,13 @@ int shm_all_reduce_bf16(shm_group *g, uint16_t *x, int64_t count) {
         memcpy(slot_of(g, g->rank), out, (size_t)n * sizeof(uint16_t));
         if (publish_and_wait(g)) return -1;
         for (int r = 0; r < g->size; r++) in[r] = (const uint16_t *)slot_of(g, r);
-        if (g->size == 2) {
-            for (int64_t i = 0; i < n; i++) out[i] = narrow(widen(in[0][i]) + widen(in[1][i]));
-        } else {
-            enum { STRIP = 256 };
+        /* a strip's sums stay in the first-level cache */
+        for (int64_t s = 0; s < n; s += STRIP) {
+            int64_t m = n - s < STRIP ? n - s : STRIP;
             float sum[STRIP];
-            for (int64_t s = 0; s < n; s += STRIP) {
-                int64_t m = n - s < STRIP ? n - s : STRIP;
-                for (int64_t i = 0; i < m; i++) sum[i] = widen(in[0][s + i]) + widen(in[1][s + i]);
-                for (int r = 2; r < g->size; r++)
-                    for (int64_t i = 0; i < m; i++) sum[i] += widen(in[r][s + i]);
-                for (int64_t i = 0; i < m; i++) out[s + i] = narrow(sum[i]);
-            }
+            widen_sum(sum, in[0] + s, in[1] + s, m);
+            for (int r = 2; r < g->size; r++) widen_add(sum, in[r] + s, m);
+            narrow_all(out + s, sum, m);
         }
     }
     return 0;

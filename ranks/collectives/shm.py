@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 
 import torch
 
@@ -22,7 +23,7 @@ def load() -> ctypes.CDLL | None:
         return None
     address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.shm_group_bytes.restype = ctypes.c_int64
-    library.shm_group_init.argtypes = [address, address, count, number, number, ctypes.c_double]
+    library.shm_group_init.argtypes = [address, address, count, number, number, number, ctypes.c_double]
     library.shm_late_rank.argtypes = [address]
     library.shm_barrier.argtypes = [address]
     library.shm_all_reduce_f32.argtypes = [address, address, count]
@@ -50,7 +51,8 @@ class ShmCollective:
         self._memory = ctypes.create_string_buffer(library.shm_group_bytes())
         self._group = ctypes.addressof(self._memory)
         base = ctypes.addressof(self._view)
-        if library.shm_group_init(self._group, base, SHM_REGION_BYTES, rank, size, timeout_s):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if library.shm_group_init(self._group, base, SHM_REGION_BYTES, rank, size, cores, timeout_s):
             raise ValueError(f"a shared region of {SHM_REGION_BYTES} bytes does not serve {size} ranks")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
