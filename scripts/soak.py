@@ -245,13 +245,13 @@ def _stats(link: DaemonLink) -> dict[str, Any]:
 def _answers(link: DaemonLink) -> list[str]:
     """Greedy answers to a few questions, one after the other."""
     answers = []
-    for number, question in enumerate(QUESTIONS):
+    for number, question in enumerate(QUESTIONS[:4]):
         message = {
             "type": "generate",
             "id": f"soak-answer-{time.monotonic_ns()}-{number}",
             "attempt_id": 0,
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": 48,
+            "max_tokens": 32,
         }
         events = _ask(link, message, "done", "error")
         answers.append("".join(event["text"] for event in events if event["type"] == "token"))
