@@ -11,6 +11,7 @@ from mstar.daemon.addresses import AddressError
 from mstar.daemon.metrics import Metrics, MetricsServer
 from mstar.daemon.protocol import Done, ErrorEvent, Generate
 from mstar.daemon.registry import Registry
+from mstar.daemon.speculation import SpecCounts
 from tests.daemon.test_registry import FakePeer
 
 
@@ -31,6 +32,7 @@ def test_ended_requests_are_counted_and_gauges_are_read_when_asked() -> None:
     metrics.watch(live=lambda: live_now, running=lambda: 2, waiting=lambda: 1, ready=lambda: 1)
     registry = Registry(10, metrics.request_ended)
     live = registry.add(Generate(id="a", attempt_id=0, prompt="x"), FakePeer(), 0.0)
+    live.spec = SpecCounts(3, steps=4, drafted_by_depth=[4, 3, 2], accepted_by_depth=[3, 2, 0])
     live.prompt_tokens, live.started_at, live.first_token_at = 7, 0.5, 0.75
     registry.end(live, Done("a", 0, "length", live.usage(), False, live.timings()))
     live = registry.add(Generate(id="a", attempt_id=1, prompt="x"), FakePeer(), 0.0)
@@ -42,6 +44,8 @@ def test_ended_requests_are_counted_and_gauges_are_read_when_asked() -> None:
         assert found["mstar_requests_total|error.deadline"] == 1
         assert found["mstar_tokens_total|prompt"] == 7
         assert found["mstar_ttft_seconds_sum"] == 0.75
+        assert (found["mstar_spec_drafts_total|drafted"], found["mstar_spec_drafts_total|accepted"]) == (9, 5)
+        assert found["mstar_spec_steps_total"] == 4
         assert (found["mstar_live_requests"], found["mstar_ready"]) == (3, 1)
         live_now = 5
         assert values(server)["mstar_live_requests"] == 5

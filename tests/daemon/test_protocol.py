@@ -160,11 +160,6 @@ def test_overrides_nested_without_end_are_refused():
     ("message", "field"),
     [
         ({**LOAD, "kv_dtype": "q8"}, "kv_dtype"),
-        ({**LOAD, "spec": {"draft_head": "fp8"}}, "spec.draft_head"),
-        ({**LOAD, "spec": {"mtp": "on"}}, "spec.mtp"),
-        ({**LOAD, "spec": {"ngram": "on"}}, "spec.ngram"),
-        ({**LOAD, "spec": {"dflash": "on"}}, "spec.dflash"),
-        ({**LOAD, "spec": {"dspark": "on"}}, "spec.dspark"),
         ({**GENERATE, "tools": [{"type": "function"}]}, "tools"),
         ({**GENERATE, "tools": []}, "tools"),
     ],

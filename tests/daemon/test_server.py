@@ -40,7 +40,7 @@ def test_states_and_what_each_refuses() -> None:
             events = await client.until("loaded")
             assert {event["id"] for event in events} == {1}
             assert events[0]["type"] == "load_progress" and events[0]["unit"] == "bytes"
-            assert events[-1]["spec"]["mtp"] is False and events[-1]["spec"]["reason"]
+            assert events[-1]["spec"]["mtp"] is True and events[-1]["spec"]["reason"] is None
 
             second = await client.load(id=3)
             assert (second["class"], second["id"]) == ("busy", 3)
@@ -66,7 +66,6 @@ def test_a_refused_load_leaves_things_as_they_were(tmp_path) -> None:
         ({"model": str(tmp_path)}, "validation", "config.json"),
         ({"model": "builtin:huge"}, "validation", "tiny"),
         ({"tp": 7}, "validation", "tp"),
-        ({"spec": {"mtp": "on"}}, "unsupported", "mtp"),
         ({"spec": {"ngram": "on"}}, "unsupported", "ngram"),
         ({"kv_dtype": "q8"}, "unsupported", "q8"),
         ({"max_seq": 10_000_000}, "validation", "max_seq"),

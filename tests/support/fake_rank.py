@@ -6,6 +6,7 @@ Started like the real one, with `--script JSON` in front. Keys of the script (al
   fail                {"rank": R, "error_class": C, "message": M, "field": F}: Failed, then exit 1
   die_at_load         {"rank": R, "code": N}: exit without a word
   ids                 the ids to generate, in a circle ([65, 66, 67])
+  windows             [[drafted, accepted], ...] of a speculating request's decode steps, in a circle ([])
   step_s              between steps (0)
   hold                never admit a request
   refuse              {"error_class": C, "message": M}: refuse every request
@@ -40,20 +41,35 @@ def command(**script: Any) -> list[str]:
     return [sys.executable, str(Path(__file__).resolve()), "--script", json.dumps(script)]
 
 
+class SpecTotals:
+    """What `EngineStats` says of speculation."""
+
+    def __init__(self, k: int) -> None:
+        self.k, self.steps = k, 0
+        self.drafted, self.accepted = [0] * k, [0] * k
+
+    def take(self, drafted: int, accepted: int) -> None:
+        self.steps += bool(self.k)
+        for totals, count in ((self.drafted, drafted), (self.accepted, accepted)):
+            for depth in range(count):
+                totals[depth] += 1
+
+
 class FakeRank:
     def __init__(self, rank: int, spec: messages.LoadSpec, script: dict[str, Any]) -> None:
-        self.rank, self.spec, self.script = rank, spec, script
+        self.rank, self.load, self.script = rank, spec, script
         self.context = zmq.Context()
         self.events = self.connect(zmq.PUSH, "events")
         self.lock = threading.Lock()
-        self.live: dict[int, list[Any]] = {}  # request id -> [sampling, tokens given]
+        self.live: dict[int, list[Any]] = {}  # request id -> [sampling, tokens given, steps]
+        self.spec = SpecTotals(spec.spec_k)
         self.waiting: dict[int, Any] = {}
         self.pids: dict[int, int] = {}
         self.steps = 0
 
     def connect(self, kind: int, name: str, bind: bool = False) -> zmq.Socket[bytes]:
         socket = self.context.socket(kind)
-        (socket.bind if bind else socket.connect)(f"ipc://{self.spec.run_dir}/{name}")
+        (socket.bind if bind else socket.connect)(f"ipc://{self.load.run_dir}/{name}")
         return socket
 
     def send(self, event: Any) -> None:
@@ -63,7 +79,7 @@ class FakeRank:
     def heartbeat(self) -> None:
         while True:
             self.send(messages.Heartbeat(self.rank, 1 << 20, len(self.live), len(self.waiting)))
-            time.sleep(self.spec.heartbeat_s)
+            time.sleep(self.load.heartbeat_s)
 
     def mine(self, key: str) -> dict[str, Any] | None:
         fault = self.script.get(key)
@@ -98,7 +114,7 @@ class FakeRank:
             pass
 
     def lead(self) -> None:
-        followers = range(1, self.spec.tp_size)
+        followers = range(1, self.load.tp_size)
         shakes = self.connect(zmq.PULL, "shakes", bind=True)
         plans = [self.connect(zmq.PUSH, f"plans-{rank}", bind=True) for rank in followers]
         commands = self.connect(zmq.PULL, "commands")
@@ -110,7 +126,7 @@ class FakeRank:
         if self.script.get("never_ready"):
             time.sleep(600)
         memory = {"weights": 1000, "kv": 2000}
-        self.send(messages.Ready(1234, self.spec.dtype, "fake", 100, 16, self.spec.max_num_seqs, memory, []))
+        self.send(messages.Ready(1234, self.load.dtype, "fake", 100, 16, self.load.max_num_seqs, memory, []))
         while True:
             while commands.poll(0 if self.live else 20):
                 message = messages.unpack(commands.recv())
@@ -145,6 +161,11 @@ class FakeRank:
                         100 - used,
                         64,
                         64 - used,
+                        {},
+                        self.spec.k,
+                        self.spec.steps,
+                        self.spec.drafted,
+                        self.spec.accepted,
                     )
                 )
         elif refusal := self.script.get("refuse"):
@@ -152,7 +173,7 @@ class FakeRank:
         elif self.script.get("hold"):
             self.waiting[message.request_id] = message
         else:
-            self.live[message.request_id] = [message.sampling, 0]
+            self.live[message.request_id] = [message.sampling, 0, 0]
             self.send(messages.Started(message.request_id, 0, time.monotonic()))
 
     def step(self) -> None:
@@ -162,22 +183,43 @@ class FakeRank:
             fault = self.script.get(key)
             if fault and self.steps == fault["steps"]:
                 os.kill(self.pids[fault.get("rank", 0)], number)
+        runs = [self.run_of(request_id, state) for request_id, state in list(self.live.items())]
+        self.send(messages.Tokens(runs, time.monotonic()))
+
+    def run_of(self, request_id: int, state: list[Any]) -> messages.TokenRun:
+        """One request's step: a token, or a window cut at its first terminator as the engine cuts it."""
+        sampling, given, step = state
         ids = self.script.get("ids", [65, 66, 67])
-        runs = []
-        for request_id, state in list(self.live.items()):
-            sampling, given = state
-            token = ids[given % len(ids)]
-            state[1] += 1
-            finish = None
+        drafted, accepted = self.window(sampling, step)
+        run, finish = [], None
+        for token in (ids[(given + row) % len(ids)] for row in range(accepted + 1)):
+            run.append(token)
             if token in sampling.eos_ids or token in sampling.stop_ids:
                 finish = "stop"
-            elif state[1] >= sampling.max_tokens:
+            elif given + len(run) >= sampling.max_tokens:
                 finish = "length"
             if finish:
                 del self.live[request_id]
-            best = None if sampling.logprobs is None else [[-0.5, [[token, -0.5]][: sampling.logprobs]]]
-            runs.append(messages.TokenRun(request_id, [token], finish, best))
-        self.send(messages.Tokens(runs, time.monotonic()))
+                break
+        state[1:] = given + len(run), step + 1
+        accepted = min(accepted, len(run))
+        if drafted is not None and sampling.spec_k != 0:
+            self.spec.take(drafted, accepted)
+        best = None
+        if sampling.logprobs is not None:
+            best = [[-token / 100, [[token, -token / 100]][: sampling.logprobs]] for token in run]
+        return messages.TokenRun(request_id, run, finish, best, drafted, accepted)
+
+    def window(self, sampling: messages.SamplingParams, step: int) -> tuple[int | None, int]:
+        """(drafted, accepted) of a request's step: the first is its prefill's."""
+        if not step:
+            return None, 0
+        most = self.load.spec_k if sampling.spec_k is None else sampling.spec_k
+        windows = self.script.get("windows", [])
+        if not most or not windows:
+            return 0, 0
+        drafted, accepted = windows[(step - 1) % len(windows)]
+        return min(drafted, most), min(accepted, most)
 
 
 def main() -> None:
