@@ -462,7 +462,6 @@ async def as_if_nothing_was_asked(client: Client) -> None:
         bad("validation", None, overrides={"no_such_field": 1}),
         bad("validation", "nonsense", nonsense=1),
         bad("unsupported", "kv_dtype", kv_dtype="q8"),
-        bad("unsupported", "spec.mtp", spec={"mtp": "on"}),
         bad("unsupported", "spec.draft_head", spec={"draft_head": "fp8"}),
         bad("unsupported", "spec.ngram", spec={"ngram": "on"}),
         bad("unsupported", "spec.dflash", spec={"dflash": "on"}),
@@ -474,6 +473,19 @@ def test_bad_load_is_refused_by_name(live, error_class, field, fields):
         for face in ("zmq", "line"):
             client = await connect(live, face)
             await refused(client, error_class, field, **{"type": "load", "model": "builtin:tiny", **fields})
+            await as_if_nothing_was_asked(client)
+            client.close()
+
+    run(test())
+
+
+def test_speculation_by_name_without_a_head_is_refused(live, tmp_path):
+    model = str(checkpoints.write_checkpoint(tmp_path / "model", tokenizer=True))
+
+    async def test() -> None:
+        for face in ("zmq", "line"):
+            client = await connect(live, face)
+            await refused(client, "unsupported", "spec.mtp", type="load", model=model, spec={"mtp": "on"})
             await as_if_nothing_was_asked(client)
             client.close()
 
