@@ -20,8 +20,8 @@ from mstar.loader.checkpoint import load_shard
 from mstar.loader.config import parse_config, read_config
 from mstar.loader.errors import LoadError
 from mstar.loader.fingerprint import fingerprint
-from mstar.loader.headers import find_sidecar, has_head
-from mstar.loader.manifest import read_manifest
+from mstar.loader.headers import find_sidecar
+from mstar.loader.manifest import head_fault, read_manifest
 from mstar.loader.resolve import resolve
 from mstar.loader.sharding import shard_bytes
 from tests.support import checkpoints
@@ -110,9 +110,9 @@ def test_a_head_changes_nothing_in_the_trunk(tmp_path):
     alone = load(write_checkpoint(tmp_path / "alone"))
     for where in ("beside", "sidecar"):
         path = write_checkpoint(tmp_path / where, with_mtp=where)
-        assert has_head(path)
+        assert head_fault(path, read_config(path)) is None
         assert same(load(path), alone)
-    assert not has_head(tmp_path / "alone")
+    assert head_fault(tmp_path / "alone", read_config(tmp_path / "alone"))
 
 
 def test_sidecar_is_found_and_left_unread(tmp_path):
