@@ -7,6 +7,7 @@ import logging
 import logging.handlers
 import queue
 import sys
+import time
 from collections.abc import Iterator
 
 _QUEUE_LINES = 10_000
@@ -35,13 +36,12 @@ def logging_to_stderr(level: str) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         # Not for ever: stderr may be a pipe that nobody reads.
-        if lines.empty() or _drained(lines):
+        if _drained(lines):
             listener.stop()
 
 
 def _drained(lines: queue.Queue[logging.LogRecord]) -> bool:
-    import time
-
+    """Whether all lines are taken, within a second."""
     for _ in range(50):
         if lines.empty():
             return True

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger("mstar.rank")
 
 _TAIL_LINES = 20
-_EXIT_POLL_S = 0.05  # where there are no pidfds (macOS)
+_EXIT_POLL_S = 0.05  # where there are no pidfds (macOS, some sandboxes)
 
 
 class RankProcess:
@@ -58,8 +58,9 @@ class RankProcess:
         os.set_blocking(self._output_fd, False)
         self._loop.add_reader(self._output_fd, self._read_output)
         self._pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(AttributeError, OSError):
             self._pidfd = os.pidfd_open(self._popen.pid)
+        if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._check_exit)
         else:
             self._loop.call_later(_EXIT_POLL_S, self._poll_exit)

@@ -55,7 +55,7 @@ def test_a_lost_rank_ends_each_request_once_and_the_daemon_serves_on(live, rank,
             ends: list[dict[str, Any]] = []
             while len(ends) < 2:
                 ends.append((await client.until("done", "error"))[-1])
-            assert {(end["class"], end["retryable"]) for end in ends} == {("rank_lost", True)}
+            assert {(end.get("class"), end.get("retryable")) for end in ends} == {("rank_lost", True)}, ends
             assert sorted(end["attempt_id"] for end in ends) == [0, 1]
             status = await client.ask(type="status")  # the next event: there was no second end
             assert (status["state"], status["ranks"]) == ("failed", [])
@@ -141,7 +141,6 @@ def test_a_killed_daemon_takes_its_ranks_along_and_the_next_one_cleans_up() -> N
             live.process.wait()
         assert_gone(ranks, limit_s=3)
         pattern = f"mstar-{live.process.pid}-*"
-        assert list(Path(tempfile.gettempdir()).glob(pattern))  # nobody was left to remove it
         again = start(Path(name))  # on the same sockets, which the killed one left too
 
         async def ping() -> None:
