@@ -195,7 +195,7 @@ async def _crowd(
 ) -> None:
     context = zmq.asyncio.Context()
     until = time.monotonic() + seconds
-    stage = Stage(address, line_address, ledger, until, context, most_tokens=shape.max_seq)
+    stage = Stage(address, line_address, ledger, until, context, most_tokens=shape.max_seq - 8)
     watching = asyncio.create_task(_watch(memory, stage))
     try:
         await run_clients(stage, clients, clients > 2, seed, lambda name: Draw(name, shape))

@@ -21,6 +21,7 @@ PING_S = 5.0
 SILENCE_S = 120.0  # a request that hears nothing for so long is lost
 CUT_SHARE = 0.08
 LINE_LIMIT_BYTES = 2**26
+UNREAD_LIMIT_BYTES = 2**16  # asyncio reads twice as much ahead, whether or not somebody wants it
 # What a client that never reads lets pile up beside its requests, a tenth of a second: within half a minute
 # that is past every buffer and bound (4,096 events over ZeroMQ, 8 MiB over the line face).
 FLOODS = {"zmq": (50, {"type": "ping"}), "line": (40, {"type": "status"})}
@@ -71,12 +72,12 @@ class LineConnection(Connection):
         self._line: asyncio.Task[bytes] | None = None
 
     @classmethod
-    async def open(cls, address: str) -> LineConnection:
+    async def open(cls, address: str, limit: int = LINE_LIMIT_BYTES) -> LineConnection:
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")
-            return cls(*await asyncio.open_unix_connection(path, limit=LINE_LIMIT_BYTES))
+            return cls(*await asyncio.open_unix_connection(path, limit=limit))
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
-        return cls(*await asyncio.open_connection(host, int(port), limit=LINE_LIMIT_BYTES))
+        return cls(*await asyncio.open_connection(host, int(port), limit=limit))
 
     async def send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
@@ -205,10 +206,10 @@ async def silent_client(stage: Stage, draw: Draw, face: str, idle: asyncio.Event
     Over the line face it finds the connection closed. Over ZeroMQ each request must have its one end.
     """
     ledger = stage.ledger
-    if face == "zmq":
-        connection: Connection = ZmqConnection(stage.context, stage.zmq_address, rcvhwm=1)
+    if face == "line" and stage.line_address is not None:
+        connection: Connection = await LineConnection.open(stage.line_address, UNREAD_LIMIT_BYTES)
     else:
-        connection = await stage.connect("line")
+        connection = ZmqConnection(stage.context, stage.zmq_address, rcvhwm=1)
     asks = [draw.unread(stage.most_tokens) for _ in range(2)]
     for ask in asks:
         ledger.open(ask, time.monotonic())
