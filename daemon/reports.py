@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 
 from mstar.daemon.loading import ModelHost
@@ -111,6 +112,7 @@ def _shown(figure: float | None) -> str:
     return "-" if figure is None else f"{figure:.1f}"
 
 
+@functools.cache  # reading it takes 2 ms of files, and clients may ask often
 def _version() -> str:
     try:
         return importlib.metadata.version("mstar")
