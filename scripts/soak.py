@@ -9,6 +9,8 @@ moments, some connections are cut, and one of each face never reads. The verdict
 - `stats` is back where it began: no block, slot or request is held;
 - the resident memory of daemon and ranks is flat, and no file descriptor is left open;
 - greedy answers are the same as before.
+
+It needs psutil, which the `test` extra brings.
 """
 
 from __future__ import annotations
