@@ -19,7 +19,7 @@ from tests.support import fake_rank
 TERMINAL = ("done", "error")
 
 
-def run(test: Any, limit_s: float = 40) -> None:
+def run(test: Any, limit_s: float = 90) -> None:
     """Runs a coroutine to its end."""
     asyncio.run(asyncio.wait_for(test, limit_s))
 
