@@ -66,6 +66,20 @@ def cache_sizes(
     return CacheSizes(block_bytes=block, slot_bytes=linear * (state + conv + window))
 
 
+def head_block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
+    """What a block costs in the MTP head's KV, on the rank that has the head."""
+    return 2 * config.num_key_value_heads * config.head_dim * block_size * dtype.itemsize
+
+
+def head_cache(
+    config: ModelConfig, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> AttentionCache:
+    """The MTP head's KV, zeroed: one layer with all its heads, in the blocks of the trunk's."""
+    heads, dim = config.num_key_value_heads, config.head_dim
+    k = torch.zeros(blocks, heads, dim, block_size, dtype=dtype, device=device)
+    return AttentionCache(k, torch.zeros(blocks, heads, block_size, dim, dtype=dtype, device=device))
+
+
 def allocate_caches(
     config: ModelConfig,
     tp_size: int,

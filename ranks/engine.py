@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mstar.ranks.executor import Executor
+from mstar.ranks.leader import Leader
 from mstar.ranks.messages import (
     Abort,
     Command,
@@ -16,26 +16,18 @@ from mstar.ranks.messages import (
     Submit,
     Tokens,
 )
-from mstar.ranks.plan import StepPlan
-from mstar.ranks.scheduler import Drawn, Scheduler
+from mstar.ranks.scheduler import Scheduler
 
 
 class Engine:
-    """Scheduler and executor of rank 0.
+    """Decides on rank 0 what runs next, and has it run.
 
-    share: hands a plan to the followers before it is executed here. emit: sends an event to the daemon.
+    emit: sends an event to the daemon.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        share: Callable[[StepPlan], None],
-        emit: Callable[[Event], None],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, leader: Leader, emit: Callable[[Event], None]) -> None:
         self._scheduler = scheduler
-        self._executor = executor
-        self._share = share
+        self._leader = leader
         self._emit = emit
 
     @property
@@ -72,17 +64,10 @@ class Engine:
             self._emit(Started(request.request_id, cached_tokens=0, at=time.monotonic()))
         if plan is None:
             return False
-        self._share(plan)
-        runs = scheduler.commit(plan, self._run(plan))
+        runs = scheduler.commit(plan, self._leader.execute(plan))
         if runs:
             self._emit(Tokens(runs, at=time.monotonic()))
         return True
-
-    def _run(self, plan: StepPlan) -> Drawn:
-        sampled = self._executor.execute(plan)
-        if sampled is None:
-            return Drawn([], [])
-        return Drawn(sampled.tokens.tolist(), sampled.finish.tolist(), sampled.logprobs)
 
     def _stats(self, query_id: int) -> EngineStats:
         scheduler = self._scheduler
@@ -99,4 +84,8 @@ class Engine:
             blocks_free=scheduler.blocks.free,
             slots_total=scheduler.slots.total,
             slots_free=scheduler.slots.free,
+            spec_k=scheduler.policy.in_force,
+            spec_steps=scheduler.spec.steps,
+            spec_drafted=list(scheduler.spec.drafted),
+            spec_accepted=list(scheduler.spec.accepted),
         )

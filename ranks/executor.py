@@ -1,12 +1,12 @@
 """Runs step plans on one rank: the same code on rank 0 and its followers.
 
-Values that steps hand to each other stay in registers by slot: `next_token`, `lengths`, `block_table`. A plan
-names slots; nothing of a steady decode step is looked up or copied on the host.
+Values that steps hand to each other stay in registers by slot: `ahead`, `lengths`, `pending`, `block_table`. A
+plan names slots; nothing of a steady decode step is looked up or copied on the host. What rows draw is decided
+elsewhere (mstar.ranks.leader) and comes back as a `Moves`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,186 +14,197 @@ import torch
 
 from mstar.arch.caches import LayerCache
 from mstar.arch.inputs import DecodeInputs, PrefillInputs
-from mstar.ranks.argmax import argmax_rows, merged_maxima, shard_maxima
 from mstar.ranks.cache import blocks_for
-from mstar.ranks.collectives import Collective
 from mstar.ranks.plan import StepPlan
-from mstar.ranks.sampler import Sampled
 
 
 class Model(Protocol):
     """What the executor runs; mstar.arch.trunk.Trunk."""
 
-    def prefill(self, inputs: PrefillInputs, caches: list[LayerCache]) -> torch.Tensor: ...
+    def prefill(
+        self, inputs: PrefillInputs, caches: list[LayerCache], every_row: bool = False
+    ) -> torch.Tensor: ...
 
     def decode(self, inputs: DecodeInputs, caches: list[LayerCache]) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
-class TokenSampler(Protocol):
-    """What draws on rank 0; mstar.ranks.sampler.Sampler."""
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a step's rows gave, before anything is drawn."""
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        host_slots: Sequence[int] | None = None,
-    ) -> Sampled: ...
+    hidden: (
+        torch.Tensor | None
+    )  # [rows that draw, hidden]: the final chunks', the decode part's, the padding's
+    chunk_hidden: torch.Tensor | None  # [chunk rows, hidden], where the head follows a chunk
+    # the decode part without padding, slot after slot: None without one
+    token_ids: torch.Tensor | None  # [rows] int64, newest tokens and drafts
+    seq_lens: torch.Tensor | None  # [sequences] int32, length with the newest token
 
-    def accept_greedy(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor: ...
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """How far the sequences that drew have come, in the plan's order; alike on every rank."""
+
+    kept: torch.Tensor | None  # [sequences] int32, tokens each got; None: one
+    ahead: torch.Tensor  # [sequences, 1 + drafts] int64: the newest token, the drafts after it
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeRows:
     """Tensors of a decode part that stay the same while the same slots decode with the same blocks."""
 
-    decode_slots: list[int]
-    bucket: int
-    columns: int
+    key: tuple[Any, ...]
     index: torch.Tensor  # [bucket] int64 slots
     slots: torch.Tensor  # [bucket] int32
     tables: torch.Tensor  # [bucket, columns] int32
+    tokens: torch.Tensor  # [rows] int64, where in `ahead` each row's token is
+    counts: tuple[int, ...] | None  # [bucket] rows; None: one each
+    rows: int  # without the padding's
 
 
 class Executor:
     """One rank's model, caches and registers.
 
-    slots: the sink included. sampler: on rank 0, None on followers, who get the tokens from it.
+    slots: the sink included. drafts: the most that a step checks for a sequence; 0 for a load without speculation.
     """
 
     def __init__(
         self,
         model: Model,
         caches: list[LayerCache],
-        collective: Collective,
         *,
         slots: int,
         max_seq: int,
-        vocab_size: int,
         device: torch.device,
-        sampler: TokenSampler | None,
+        drafts: int = 0,
     ) -> None:
-        self._model = model
-        self._caches = caches
-        self._mesh = collective
-        self._sampler = sampler
-        self._device = device
-        self._vocab_size = vocab_size
-        self.next_token = torch.zeros(slots, dtype=torch.int64, device=device)
-        # Tokens whose KV and state are in the caches. The sink's stays 0, so padding rows stand at position 0.
+        self.model = model
+        self.max_seq = max_seq
+        self.slots = slots
+        self.drafts = drafts
+        self.device = device
+        self.caches = caches
+        # A slot's newest token, whose KV is not there yet, and the drafts of the tokens after it.
+        self.ahead = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
+        # Tokens whose KV is in the caches. The sink's stays 0, so padding rows stand at position 0.
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
+        # Of these, the newest ones that a slot's GDN states are behind by: accepted drafts, replayed by the next step.
+        self.pending = torch.zeros(slots, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(slots, blocks_for(max_seq), dtype=torch.int32, device=device)
+        self.tables_version = 0  # moves with every change of `block_table`
         self._decode_rows: _DecodeRows | None = None
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Sampled | None:
-        """Runs one step. On rank 0 returns the tokens of the rows that draw, in the plan's order."""
+    def run(self, plan: StepPlan) -> Ran:
+        """Runs a step's rows. Lengths of slots in prefill move here, those of decoding ones in `move`."""
         self._update_tables(plan)
         hidden: list[torch.Tensor] = []
-        drawing: list[torch.Tensor] = []  # [rows] int64 slots
+        chunk_hidden = token_ids = seq_lens = None
         if plan.chunks:
-            last_rows = self._prefill(plan)
+            every_row = any(chunk.head for chunk in plan.chunks)
+            out = self._prefill(plan, every_row)
             finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
+            if every_row:
+                chunk_hidden = out
+                borders = _borders(plan)
+                finals = [borders[i + 1] - 1 for i in finals]
             if finals:
-                hidden.append(last_rows if len(finals) == len(plan.chunks) else last_rows[finals])
-                drawing.append(self._tensor([plan.chunks[i].slot for i in finals], torch.int64))
+                hidden.append(out if len(finals) == len(out) else out[finals])
         if plan.decode_bucket:
             rows = self._rows_of(plan)
-            hidden.append(self._decode(rows))
-            drawing.append(rows.index)
-            if len(plan.decode_slots) < plan.decode_bucket:
-                self.lengths[0] = 0
-        if not hidden:
-            return None
-        slots = drawing[0] if len(drawing) == 1 else torch.cat(drawing)
-        logits = self._model.logits(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
-        return self._draw(plan, logits, slots)
+            token_ids = self.ahead.view(-1).index_select(0, rows.tokens)
+            seq_lens = self.lengths.index_select(0, rows.index).add_(1)
+            hidden.append(self._decode(rows, token_ids, seq_lens))
+            token_ids, seq_lens = token_ids[: rows.rows], seq_lens[: len(plan.decode_slots)]
+        return Ran(
+            hidden[0] if len(hidden) == 1 else torch.cat(hidden) if hidden else None,
+            chunk_hidden,
+            token_ids,
+            seq_lens,
+        )
 
-    def _draw(self, plan: StepPlan, logits: torch.Tensor, slots: torch.Tensor) -> Sampled | None:
-        """logits: [rows, vocab_local]; slots: [rows]; padding rows come last and draw nothing."""
-        host_slots = [chunk.slot for chunk in plan.chunks if chunk.final] + plan.decode_slots
-        real = len(host_slots)
-        sampled: Sampled | None = None
-        if plan.gather_logits:
-            logits = self._whole(logits)
-            tokens = torch.zeros_like(slots)
-            if self._sampler is not None and real:
-                at = slots[:real]
-                positions = self.lengths.index_select(0, at).to(torch.int64)
-                sampled = self._sampler.sample(logits[:real], at, positions, host_slots)
-                tokens[:real] = sampled.tokens
-            self._mesh.broadcast(tokens)
+    def move(self, plan: StepPlan, moves: Moves) -> None:
+        """Takes the results of the step that ran last."""
+        slots = [chunk.slot for chunk in plan.chunks if chunk.final]
+        finals = len(slots)
+        if not plan.decode_slots:
+            index = self._tensor(slots, torch.int64)
         else:
-            tokens = self._merged_argmax(logits)
-            if self._sampler is not None and real:
-                mine = tokens[:real]
-                sampled = Sampled(mine, self._sampler.accept_greedy(mine, slots[:real]), None)
-        self.next_token.index_copy_(0, slots, tokens)
-        return sampled
+            index = decoding = self._rows_of(plan).index[: len(plan.decode_slots)]
+            if finals:
+                index = torch.cat([self._tensor(slots, torch.int64), decoding])
+            if moves.kept is None:
+                self.lengths.index_add_(0, decoding, torch.ones_like(decoding, dtype=torch.int32))
+                if self.drafts:
+                    self.pending.index_fill_(0, decoding, 0)
+            else:
+                kept = moves.kept[finals:]
+                self.lengths.index_add_(0, decoding, kept)
+                if self.drafts:
+                    self.pending.index_copy_(0, decoding, kept - 1)
+        self.ahead[:, : moves.ahead.shape[1]].index_copy_(0, index, moves.ahead)
 
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab_size] from every rank's [rows, vocab_local]."""
-        if self._mesh.size > 1:
-            logits = self._mesh.all_gather(logits).transpose(0, 1).flatten(1)
-        return logits[:, : self._vocab_size]
+    def free(self) -> None:
+        """Drops the caches."""
+        self.caches = []
+        self._decode_rows = None
 
-    def _merged_argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows] int64, the id of the largest logit over all ranks, ties to the lowest id; alike on every rank."""
-        if self._mesh.size == 1:
-            return argmax_rows(logits)
-        pairs = shard_maxima(logits, self._mesh.rank * logits.shape[1])
-        return merged_maxima(self._mesh.all_gather(pairs))
-
-    def _prefill(self, plan: StepPlan) -> torch.Tensor:
-        """[chunks, hidden], each chunk's last row; sets the lengths of the chunks' slots."""
+    def _prefill(self, plan: StepPlan, every_row: bool) -> torch.Tensor:
+        """[chunks, hidden], each chunk's last row, or every row; sets the lengths of the chunks' slots."""
         chunks = plan.chunks
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         slots = self._tensor([chunk.slot for chunk in chunks], torch.int64)
-        borders = [0]
-        for chunk in chunks:
-            borders.append(borders[-1] + len(chunk.token_ids))
-        ranges = [
-            torch.arange(c.start, end, device=self._device) for c, end in zip(chunks, ends, strict=True)
-        ]
+        ranges = [torch.arange(c.start, end, device=self.device) for c, end in zip(chunks, ends, strict=True)]
         inputs = PrefillInputs(
             token_ids=self._tensor([token for chunk in chunks for token in chunk.token_ids], torch.int64),
             positions=torch.cat(ranges),
             slots=slots.to(torch.int32),
             block_tables=self.block_table[:, : plan.chunk_columns].index_select(0, slots),
-            cu_rows=tuple(borders),
+            cu_rows=tuple(_borders(plan)),
             starts=tuple(chunk.start for chunk in chunks),
         )
         self.lengths.index_copy_(0, slots, self._tensor(ends, torch.int32))
-        return self._model.prefill(inputs, self._caches)
+        self.pending.index_fill_(0, slots, 0)
+        return self.model.prefill(inputs, self.caches, every_row=every_row)
 
-    def _decode(self, rows: _DecodeRows) -> torch.Tensor:
-        """[bucket, hidden]; moves the lengths of the bucket's slots one on."""
-        lengths = self.lengths.index_select(0, rows.index).add_(1)
-        self.lengths.index_copy_(0, rows.index, lengths)
+    def _decode(self, rows: _DecodeRows, token_ids: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden], the padding's included."""
         inputs = DecodeInputs(
-            token_ids=self.next_token.index_select(0, rows.index),
-            seq_lens=lengths,
+            token_ids=token_ids,
+            seq_lens=seq_lens,
             slots=rows.slots,
             block_tables=rows.tables,
+            counts=rows.counts,
+            pending=self.pending.index_select(0, rows.index) if self.drafts else None,
         )
-        return self._model.decode(inputs, self._caches)
+        return self.model.decode(inputs, self.caches)
 
     def _rows_of(self, plan: StepPlan) -> _DecodeRows:
+        """Made once for steps alike."""
         last = self._decode_rows
-        if (
-            last is not None
-            and last.decode_slots == plan.decode_slots
-            and last.bucket == plan.decode_bucket
-            and last.columns == plan.decode_columns
-        ):
+        key = (plan.decode_slots, plan.decode_counts, plan.decode_bucket, plan.decode_columns)
+        if last is not None and last.key == key:
             return last
         padding = [0] * (plan.decode_bucket - len(plan.decode_slots))
-        index = self._tensor(plan.decode_slots + padding, torch.int64)
-        tables = self.block_table[:, : plan.decode_columns].index_select(0, index)
+        slots = plan.decode_slots + padding
+        counts = plan.decode_counts + [1] * len(padding) if plan.decode_counts else None
+        width = 1 + self.drafts
+        if counts is None:
+            tokens = [slot * width for slot in slots]
+        else:
+            tokens = [
+                slot * width + row for slot, count in zip(slots, counts, strict=True) for row in range(count)
+            ]
+        index = self._tensor(slots, torch.int64)
         self._decode_rows = _DecodeRows(
-            plan.decode_slots, plan.decode_bucket, plan.decode_columns, index, index.to(torch.int32), tables
+            key,
+            index,
+            index.to(torch.int32),
+            self.block_table[:, : plan.decode_columns].index_select(0, index),
+            self._tensor(tokens, torch.int64),
+            None if counts is None else tuple(counts),
+            len(tokens) - len(padding),
         )
         return self._decode_rows
 
@@ -201,6 +212,7 @@ class Executor:
         if not plan.tables:
             return
         self._decode_rows = None
+        self.tables_version += 1
         width = self.block_table.shape[1]
         places: list[int] = []
         blocks: list[int] = []
@@ -214,4 +226,12 @@ class Executor:
         self.block_table.view(-1).index_copy_(0, at, self._tensor(blocks, torch.int32))
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+def _borders(plan: StepPlan) -> list[int]:
+    """[chunks + 1], where each chunk's rows begin."""
+    borders = [0]
+    for chunk in plan.chunks:
+        borders.append(borders[-1] + len(chunk.token_ids))
+    return borders

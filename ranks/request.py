@@ -23,6 +23,11 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV and state the planned steps leave in the caches
     known: int = 0  # tokens to prefill: prompt, and the output so far when it was preempted
+    follow: bool = False  # the head runs over its rows; decided at its start, and taken back for good
+    given_up: bool = False  # speculation cost it more than it gave
+    drafts: int = 0  # that its last step made and its next one may check
+    spec_drafted: int = 0  # checked since its start
+    spec_accepted: int = 0
 
     @property
     def tokens(self) -> int:

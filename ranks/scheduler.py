@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from mstar.ranks.cache import BLOCK_SIZE, Pool, blocks_for
 from mstar.ranks.messages import Refused, SamplingParams, Submit, TokenRun
-from mstar.ranks.plan import Chunk, StepPlan, TableUpdate, bucket_of
+from mstar.ranks.plan import DECODE_BUCKETS, Chunk, Drawn, StepPlan, TableUpdate, bucket_of
 from mstar.ranks.request import Request
+from mstar.ranks.speculation.policy import Policy
+from mstar.ranks.speculation.route import LoadFacts, RequestFacts, Route, route
+from mstar.ranks.speculation.stats import SpecStats
 
 # A chunk that is not a prompt's last ends at a multiple of this: the chunk length of the delta rule's
 # prefill, so that chunked and whole prefill do the same arithmetic.
@@ -47,6 +50,8 @@ class Limits:
     kv_blocks: int  # without the sink
     prefill_budget: int  # while nobody decodes
     mixed_budget: int  # beside running decodes: what a stream waits for between two of its tokens
+    drafts: int = 0  # the most a step for a sequence; 0: no speculation
+    buckets: tuple[int, ...] = DECODE_BUCKETS  # sizes of the decode part; none: any
 
 
 @dataclass(slots=True)
@@ -57,30 +62,26 @@ class Counters:
     preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A step's results, one entry a row that draws, in the plan's order."""
-
-    tokens: list[int]
-    finish: list[int]  # 0 none, 1 stop, 2 length
-    logprobs: list[Any] | None = None
-
-
 @dataclass(slots=True)
 class _Flight:
     number: int
-    rows: list[Request]  # one a row that draws
+    rows: list[Request]  # those that draw
+    checked: list[int | None]  # drafts of each, None for a final chunk
     touched: list[Request] = field(default_factory=list)  # each once
 
 
 class Scheduler:
     """Owns the requests from Submit to their end, the block pool and the slot pool.
 
-    first_number: of its first plan, where plans were made before (warm-up).
+    first_number: of its first plan, where plans were made before (warm-up). policy: of the drafts in force.
     """
 
-    def __init__(self, limits: Limits, sampler: SlotSampler, first_number: int = 1) -> None:
+    def __init__(
+        self, limits: Limits, sampler: SlotSampler, first_number: int = 1, policy: Policy | None = None
+    ) -> None:
         self.limits = limits
+        self.policy = policy or Policy(limits.drafts)
+        self.spec = SpecStats(limits.drafts)
         self.blocks = Pool(limits.kv_blocks)
         self.slots = Pool(limits.max_num_seqs)
         self.counters = Counters()
@@ -146,33 +147,40 @@ class Scheduler:
         self.admitted = []
         if not self._reserve_decodes():
             return None
-        decodes = [r for r in self.running if r.decoding and r.computed + 1 < r.limit]
-        chunks, prefilled = self._chunks(bool(decodes))
+        decodes = [request for request in self.running if self._decodes(request)]
+        load = LoadFacts(self.limits.drafts, self.policy.plan(len(decodes)))
+        chunks, prefilled = self._chunks(bool(decodes), load)
         if not decodes and not chunks:
             return None
-        for request in decodes:
-            request.computed += 1
         finals = [request for request, chunk in zip(prefilled, chunks, strict=True) if chunk.final]
         rows = finals + decodes
+        # before `computed` moves: a decoding request's newest token is the one after it
+        routes = [self._route(request, load) for request in rows] if load.k else []
+        checked = [way.check for way in routes[len(finals) :]] or [0] * len(decodes)
+        for request in decodes:
+            request.computed += 1
         slots = [request.slot for request in decodes]
         counters = self.counters
         counters.steps += 1
         counters.prefill_tokens += sum(len(chunk.token_ids) for chunk in chunks)
-        counters.decode_tokens += len(decodes)
-        columns = max((blocks_for(r.computed) for r in decodes), default=0)
+        columns = max((blocks_for(r.computed + d) for r, d in zip(decodes, checked, strict=True)), default=0)
         plan = StepPlan(
             number=self._next_number,
             tables=self._tables,
             chunks=chunks,
             chunk_columns=max((blocks_for(r.computed) for r in prefilled), default=0),
             decode_slots=slots,
-            decode_bucket=bucket_of(len(slots)),
+            decode_bucket=bucket_of(len(slots), self.limits.buckets),
             decode_columns=min(-(-columns // COLUMN_STEP) * COLUMN_STEP, blocks_for(self.limits.max_seq)),
             gather_logits=bool(rows) and not self._sampler.plain_greedy([r.slot for r in rows]),
+            decode_counts=[1 + drafts for drafts in checked] if any(checked) else [],
         )
+        if any(way.follow for way in routes):
+            plan.draft_most.extend(way.draft if way.follow else -1 for way in routes)
+            plan.draft_ends.extend(map(self._draft_end, rows))
         self._next_number += 1
         self._tables = []
-        flight = _Flight(plan.number, rows, prefilled + decodes)
+        flight = _Flight(plan.number, rows, [None] * len(finals) + checked, prefilled + decodes)
         for request in flight.touched:
             request.in_flight += 1
         self._flights.append(flight)
@@ -187,23 +195,56 @@ class Scheduler:
             request.in_flight -= 1
         runs: list[TokenRun] = []
         logprobs = drawn.logprobs
-        for row, (request, token, code) in enumerate(
-            zip(flight.rows, drawn.tokens, drawn.finish, strict=True)
-        ):
+        for row, (request, checked) in enumerate(zip(flight.rows, flight.checked, strict=True)):
             if request.ended:
                 continue
-            request.output_ids.append(token)
-            finish = FINISH[code]
+            ids = drawn.runs[row]
+            accepted = drawn.accepted[row] if drawn.accepted else 0
+            request.output_ids += ids
+            request.drafts = drawn.drafts[row] if drawn.drafts else 0
+            if checked is not None:
+                request.computed += len(ids) - 1
+                self.counters.decode_tokens += len(ids)
+                if request.follow:
+                    self._count(request, checked, accepted)
+            finish = FINISH[drawn.finish[row]]
             if finish is None and request.tokens >= request.limit:
                 finish = "length"
-            entry = None if logprobs is None or logprobs[row] is None else [logprobs[row]]
-            runs.append(TokenRun(request.request_id, [token], finish, entry))
+            entries = None if logprobs is None else logprobs[row]
+            runs.append(TokenRun(request.request_id, ids, finish, entries, checked, accepted))
             if finish is not None:
                 self._end(request)
         for request in flight.touched:
             if request.ended and request.slot and request.in_flight == 0:
                 self._free(request)
         return runs
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether the next step has rows of it. How many drafts a step accepts decides where the next one begins."""
+        if not request.decoding or request.computed + 1 >= request.limit:
+            return False
+        return not (request.follow and request.in_flight)
+
+    def _route(self, request: Request, load: LoadFacts) -> Route:
+        length = request.computed + 1 if request.decoding else request.known
+        facts = RequestFacts(
+            request.sampling.spec_k, request.given_up, length, self._draft_end(request), request.drafts
+        )
+        return route(facts, load)
+
+    def _draft_end(self, request: Request) -> int:
+        """The length that drafts must not pass: the last token is nobody's draft, and each needs a row of KV."""
+        return min(request.limit - 1, len(request.blocks) * BLOCK_SIZE)
+
+    def _count(self, request: Request, checked: int, accepted: int) -> None:
+        self.spec.count(checked, accepted)
+        self.policy.count(checked, accepted)
+        request.spec_drafted += checked
+        request.spec_accepted += accepted
+        if self.policy.gives_up(request.spec_drafted, request.spec_accepted):
+            request.given_up = True
+            request.follow = False
+            request.drafts = 0
 
     def _reserve_decodes(self) -> bool:
         """Gives each decoding request the block of its next token, oldest first, preempting the youngest.
@@ -212,7 +253,7 @@ class Scheduler:
         """
         for request in list(self.running):
             preempted = request.slot == 0
-            if preempted or not request.decoding or request.computed + 1 >= request.limit:
+            if preempted or not self._decodes(request):
                 continue
             missing = blocks_for(request.computed + 1) - len(request.blocks)
             while request.slot and missing > self.blocks.free:
@@ -222,9 +263,20 @@ class Scheduler:
                 self._preempt(victim)
             if request.slot and missing > 0:
                 self._grow(request, missing)
+        if self.limits.drafts:
+            # Room for drafts is taken from what is free: nobody is preempted for it.
+            for request in self.running:
+                if request.follow and self._decodes(request):
+                    missing = blocks_for(self._reach(request, request.computed + 1)) - len(request.blocks)
+                    if missing > 0 and self.blocks.free:
+                        self._grow(request, min(missing, self.blocks.free))
         return True
 
-    def _chunks(self, mixed: bool) -> tuple[list[Chunk], list[Request]]:
+    def _reach(self, request: Request, length: int) -> int:
+        """Tokens that a speculating request's blocks should hold: a step's drafts, the next one's and the chain."""
+        return min(length + 3 * self.limits.drafts + 1, max(length, request.limit - 1))
+
+    def _chunks(self, mixed: bool, load: LoadFacts) -> tuple[list[Chunk], list[Request]]:
         """Prompt tokens for this step: requests in prefill first, then new ones while there is room."""
         budget = self.limits.mixed_budget if mixed else self.limits.prefill_budget
         chunks: list[Chunk] = []
@@ -242,11 +294,12 @@ class Scheduler:
             if prefilling:
                 prefilling.popleft()
             else:
-                self._admit(request)
+                self._admit(request, load)
             request.computed += size
             budget -= size
             token_ids = request.token_ids(start, start + size)
-            chunks.append(Chunk(request.slot, start, token_ids, final=request.decoding))
+            next_id = 0 if request.decoding else request.token_ids(start + size, start + size + 1)[0]
+            chunks.append(Chunk(request.slot, start, token_ids, request.decoding, request.follow, next_id))
             requests.append(request)
         return chunks, requests
 
@@ -256,14 +309,19 @@ class Scheduler:
             return None
         request = self.waiting[0]
         # Without the spare blocks, the growth of those that run would preempt it again at once.
-        fits = blocks_for(request.tokens) + len(self.running) <= self.blocks.free
+        fits = blocks_for(self._wanted(request)) + len(self.running) <= self.blocks.free
         return request if fits else None
 
-    def _admit(self, request: Request) -> None:
+    def _wanted(self, request: Request) -> int:
+        """Tokens that a waiting request's blocks should hold at its start."""
+        return self._reach(request, request.tokens) if self.limits.drafts else request.tokens
+
+    def _admit(self, request: Request, load: LoadFacts) -> None:
         self.waiting.popleft()
         request.slot = self.slots.take()
         request.known = request.tokens
-        self._grow(request, blocks_for(request.known))
+        request.follow = self._route(request, load).follow
+        self._grow(request, blocks_for(self._wanted(request)))
         self.running.append(request)
         self._sampler.admit(request.slot, request.sampling, request.prompt_ids, request.output_ids)
         if not request.started:
@@ -280,7 +338,7 @@ class Scheduler:
         self.counters.preemptions += 1
         self.running.remove(request)
         self._free(request)
-        request.computed = request.known = 0
+        request.computed = request.known = request.drafts = 0
         self.waiting.appendleft(request)
 
     def _end(self, request: Request) -> None:

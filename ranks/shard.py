@@ -9,17 +9,20 @@ from pathlib import Path
 
 import torch
 
-from mstar.arch.caches import allocate_caches
+from mstar.arch.caches import allocate_caches, head_cache
+from mstar.arch.head import MtpHead
 from mstar.arch.trunk import Trunk
 from mstar.kernels.native import set_threads
 from mstar.loader.checkpoint import TORCH_DTYPES, load_shard
 from mstar.loader.config import ModelConfig, read_config
+from mstar.loader.head import load_head, load_vocab
 from mstar.ranks.cache import BLOCK_SIZE
 from mstar.ranks.collectives import Collective, connect
-from mstar.ranks.executor import Executor, TokenSampler
+from mstar.ranks.executor import Executor
 from mstar.ranks.memory import device_budget_bytes, host_budget_bytes
 from mstar.ranks.messages import LoadSpec
 from mstar.ranks.plan import Setup
+from mstar.ranks.speculation.draft import Chain
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class Shard:
     dtype: torch.dtype
     weight_bytes: int
     notes: list[str]
+    head: MtpHead | None = None  # on rank 0 of a load that speculates
+    head_bytes: int = 0
 
     def budget_bytes(self) -> int:
         """What this rank may take for caches and workspace, with the weights that are loaded by now."""
@@ -48,7 +53,7 @@ class Shard:
         shared = -(-tp // torch.cuda.device_count())
         return device_budget_bytes(self.spec.memory_fraction, self.device, shared)
 
-    def executor(self, setup: Setup, sampler: TokenSampler | None) -> Executor:
+    def executor(self, setup: Setup) -> Executor:
         """Allocates what rank 0 decided."""
         caches = allocate_caches(
             self.config,
@@ -58,17 +63,25 @@ class Shard:
             slots=setup.slots,
             dtype=self.dtype,
             device=self.device,
+            drafts=self.spec.spec_k,
         )
         return Executor(
             self.trunk,
             caches,
-            self.collective,
             slots=setup.slots,
             max_seq=self.spec.max_seq,
-            vocab_size=self.config.vocab_size,
             device=self.device,
-            sampler=sampler,
+            drafts=self.spec.spec_k,
         )
+
+    def chain(self, setup: Setup) -> Chain | None:
+        """The head over its own KV, on the rank that has one."""
+        if self.head is None:
+            return None
+        cache = head_cache(
+            self.config, blocks=setup.kv_blocks, block_size=BLOCK_SIZE, dtype=self.dtype, device=self.device
+        )
+        return Chain(self.head, cache, self.device)
 
 
 def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> Shard:
@@ -94,7 +107,31 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
     if backend == "gloo":
         place = "shared memory" if device.type == "cpu" else "nccl"
         notes.append(f"gloo in place of {place} between ranks: slower, same sums")
-    return Shard(spec, rank, config, trunk, collective, device, dtype, weight_bytes, notes)
+    shard = Shard(spec, rank, config, trunk, collective, device, dtype, weight_bytes, notes)
+    if rank == 0 and spec.spec_k:
+        _load_head(shard, progress)
+    return shard
+
+
+def _load_head(shard: Shard, progress: Progress) -> None:
+    """The head, and the whole vocabulary where the trunk holds a part of it: drafting is local to one rank."""
+    spec, trunk = shard.spec, shard.trunk
+    weights = load_head(spec.model_dir, shard.config, shard.dtype, progress)
+    embedding, lm_head = trunk.embedding, trunk.lm_head
+    vocab: list[torch.Tensor] = []
+    if spec.tp_size > 1:
+        table, own_head = load_vocab(spec.model_dir, shard.config, shard.dtype, progress)
+        vocab = [table] if own_head is None else [table, own_head]
+    shard.head_bytes = sum(tensor.nbytes for tensor in (*weights.values(), *vocab))
+    with torch.inference_mode():
+        for name in weights:
+            weights[name] = weights[name].to(shard.device)
+        if len(vocab) == 1:
+            embedding = lm_head = trunk.ops.pack_linear(vocab.pop().to(shard.device))
+        elif vocab:
+            lm_head = trunk.ops.pack_linear(vocab.pop().to(shard.device))
+            embedding = vocab.pop().to(shard.device)
+        shard.head = MtpHead(shard.config, weights, trunk.ops, embedding, lm_head)
 
 
 def rank_device(spec: LoadSpec, rank: int) -> torch.device:

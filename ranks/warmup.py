@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mstar.ranks.engine import Engine
-from mstar.ranks.executor import Executor
+from mstar.ranks.leader import Leader
 from mstar.ranks.messages import SamplingParams, Submit
-from mstar.ranks.plan import StepPlan
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
 
@@ -20,14 +19,13 @@ TOKENS = 3
 def warm_up(
     limits: Limits,
     sampler: Sampler,
-    executor: Executor,
-    share: Callable[[StepPlan], None],
+    leader: Leader,
     progress: Callable[[str, int, int, str], None],
 ) -> int:
     """Runs greedy and sampled requests through a scheduler that is thrown away. Returns the next plan's number."""
     prompt = [0] * max(1, min(PROMPT_TOKENS, limits.max_seq - TOKENS))
     scheduler = Scheduler(limits, sampler)
-    engine = Engine(scheduler, executor, share, lambda _: None)
+    engine = Engine(scheduler, leader, lambda _: None)
     for done, count in enumerate(ROUNDS):
         progress("warmup", done, len(ROUNDS), "steps")
         for index in range(min(count, limits.max_num_seqs)):

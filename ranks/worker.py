@@ -20,13 +20,15 @@ from mstar.loader.errors import LoadError
 from mstar.ranks import shard as shards
 from mstar.ranks.cache import BLOCK_SIZE
 from mstar.ranks.engine import Engine
+from mstar.ranks.leader import Leader
 from mstar.ranks.lifeline import Pulse, follow_parent, resident_bytes, start_heartbeat
 from mstar.ranks.lines import POLL_S, Context, EventLine, FollowerLine, LeaderLine, Socket, open_socket
 from mstar.ranks.memory import OutOfMemory, Sizes, size_caches
 from mstar.ranks.messages import Failed, Hello, LoadSpec, Progress, Ready, unpack
-from mstar.ranks.plan import Setup, StepPlan, StopPlan
+from mstar.ranks.plan import DECODE_BUCKETS, Setup, StepPlan, StopPlan
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
+from mstar.ranks.speculation.backend import MeshBackend, SlotBackend, TrunkBackend
 from mstar.ranks.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -88,19 +90,26 @@ class Rank:
             shard = self._load()
             shakes = line.wait_for_followers()
             # measured again: all weights are in memory now
-            budget = min([shard.budget_bytes(), *(shake.budget_bytes for shake in shakes)])
-            sizes = self._size(shard, budget)
+            own = shard.budget_bytes()
+            sizes = self._size(shard, min([own, *(shake.budget_bytes for shake in shakes)]), own)
             setup = Setup(sizes.kv_blocks, sizes.slots)
             line.send(setup)
             sampler = Sampler(shard.config.vocab_size, sizes.slots, shard.device)
-            executor = shard.executor(setup, sampler)
+            backend: TrunkBackend
+            executor, vocab_size = shard.executor(setup), shard.config.vocab_size
+            if self.spec.tp_size == 1:
+                backend = SlotBackend(executor, vocab_size)
+            else:
+                backend = MeshBackend(executor, shard.collective, vocab_size, line.send)
+            leader = Leader(backend, sampler, shard.chain(setup))
             limits = self._limits(sizes)
 
-            number = warm_up(limits, sampler, executor, line.send, self._progress)
-            engine = Engine(Scheduler(limits, sampler, number), executor, line.send, self._events.send)
+            number = warm_up(limits, sampler, leader, self._progress)
+            engine = Engine(Scheduler(limits, sampler, number), leader, self._events.send)
             self._events.send(self._ready(shard, sizes))
             self._serve(engine, commands)
             line.send(StopPlan())
+            leader.free()
             shard.collective.close()
         finally:
             commands.close()
@@ -132,14 +141,15 @@ class Rank:
             if not isinstance(setup, Setup):
                 raise RuntimeError(f"rank 0 began with {type(setup).__name__} instead of Setup")
             self._pulse.within(STAGE_LIMIT_S)
-            executor = shard.executor(setup, None)
+            backend = MeshBackend(shard.executor(setup), shard.collective, shard.config.vocab_size)
             number = 0
             while isinstance(plan := line.receive(), StepPlan):
                 number += 1
                 if plan.number != number:
                     raise RuntimeError(f"step {plan.number} came where {number} was due")
                 self._pulse.within(STEP_LIMIT_S)
-                executor.execute(plan)
+                backend.follow(plan)
+            backend.free()
             shard.collective.close()
         finally:
             line.close()
@@ -153,7 +163,7 @@ class Rank:
         self._pulse.within(STAGE_LIMIT_S)
         self._events.send(Progress(self.rank, stage, done, total, unit))
 
-    def _size(self, shard: shards.Shard, budget_bytes: int) -> Sizes:
+    def _size(self, shard: shards.Shard, budget_bytes: int, leader_budget_bytes: int) -> Sizes:
         spec, on_cpu = self.spec, shard.device.type == "cpu"
         return size_caches(
             shard.config,
@@ -161,9 +171,12 @@ class Rank:
             shard.dtype,
             max_seq=spec.max_seq,
             max_num_seqs=spec.max_num_seqs,
-            step_rows=(CPU_PREFILL_BUDGET if on_cpu else GPU_PREFILL_BUDGET) + spec.max_num_seqs,
+            step_rows=(CPU_PREFILL_BUDGET if on_cpu else GPU_PREFILL_BUDGET)
+            + spec.max_num_seqs * (1 + spec.spec_k),
             budget_bytes=budget_bytes,
             on_cpu=on_cpu,
+            drafts=spec.spec_k,
+            leader_budget_bytes=leader_budget_bytes,
         )
 
     def _limits(self, sizes: Sizes) -> Limits:
@@ -174,6 +187,8 @@ class Rank:
             kv_blocks=sizes.kv_blocks - 1,
             prefill_budget=CPU_PREFILL_BUDGET if on_cpu else GPU_PREFILL_BUDGET,
             mixed_budget=CPU_MIXED_BUDGET if on_cpu else GPU_MIXED_BUDGET,
+            drafts=self.spec.spec_k,
+            buckets=() if on_cpu else DECODE_BUCKETS,
         )
 
     def _ready(self, shard: shards.Shard, sizes: Sizes) -> Ready:
@@ -183,9 +198,11 @@ class Rank:
             "states": sizes.state_bytes,
             "workspace": sizes.workspace_bytes,
         }
+        if shard.head is not None:
+            memory |= {"head": shard.head_bytes, "head_kv": sizes.head_kv_bytes}
         parts = ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in memory.items())
         tokens = (sizes.kv_blocks - 1) * BLOCK_SIZE
-        log.info("each rank holds: %s; KV for %d tokens, %d slots", parts, tokens, sizes.slots - 1)
+        log.info("rank 0 holds: %s; KV for %d tokens, %d slots", parts, tokens, sizes.slots - 1)
         return Ready(
             params=shard.trunk.params,
             dtype=self.spec.dtype,

@@ -61,6 +61,7 @@ class Registers:
         self.think_start = per_slot(-1, torch.int64)
         self.think_end = per_slot(-1, torch.int64)
 
+        self.stops: list[frozenset[int]] = [frozenset()] * num_slots  # `stop_ids` as the host looks them up
         self.draw: list[Draw] = [Draw.GREEDY] * num_slots
         self.narrow_k: list[int] = [0] * num_slots  # a NARROW slot's top-k
         self.sampled: set[int] = set()
@@ -81,6 +82,7 @@ class Registers:
             self.seed[slot] = _signed(params.seed)
         stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
         self._set_stops(slot, stops)
+        self.stops[slot] = frozenset(stops)
         self.left[slot] = params.max_tokens - len(output_ids)
         if params.min_tokens > 0 and stops:
             self.held_back.add(slot)
@@ -94,6 +96,7 @@ class Registers:
         for members in (self.sampled, self.held_back, self.capped):
             members.discard(slot)
         self.stop_ids[slot] = -1
+        self.stops[slot] = frozenset()
         self.left[slot] = _NO_LIMIT
 
     def advance(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -106,6 +109,27 @@ class Registers:
         self.left.index_copy_(0, slots, left)
         stop = (self.stop_ids.index_select(0, slots) == tokens.unsqueeze(1)).any(1)
         return (left <= 0).view(torch.int8).mul_(LENGTH).masked_fill_(stop, STOP)
+
+    def advance_runs(self, slots: Sequence[int], runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """`advance` over several tokens a slot, on the host, each slot once.
+
+        Returns (tokens up to the first that ends the request, its code) of each run; later ones do not count.
+        """
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
+        ends: list[tuple[int, int]] = []
+        for slot, run, left in zip(slots, runs, self.left.index_select(0, index).tolist(), strict=True):
+            kept, code = len(run), RUNNING
+            if kept >= left:
+                kept, code = max(1, left), LENGTH
+            stops = self.stops[slot]
+            for place in range(kept):
+                if run[place] in stops:
+                    kept, code = place + 1, STOP
+                    break
+            ends.append((kept, code))
+        moved = torch.tensor([kept for kept, _ in ends], dtype=torch.int64, device=self.device)
+        self.left.index_add_(0, index, moved.neg_())
+        return ends
 
     def hold_back(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Takes the ids that would end a request from rows whose request is still below its min_tokens.

@@ -7,7 +7,7 @@ request's stream is the same whatever shares its batch. Ties go to the lowest id
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,8 @@ class Sampler:
         them; without it they are read back, which makes a device wait.
         """
         host = slots.tolist() if host_slots is None else host_slots
-        tokens, logprobs = self.draw(logits, slots, positions, host)
+        tokens, scored = self.draw(logits, slots, positions, host)
+        logprobs = self.logprob_rows(scored, tokens, host)
         return Sampled(tokens, self.commit(tokens, slots, host), logprobs)
 
     def accept_greedy(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -106,8 +107,12 @@ class Sampler:
 
     def draw(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host: Sequence[int]
-    ) -> tuple[torch.Tensor, list[Any] | None]:
-        """The tokens and logprobs of `sample`; changes no register."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of `sample`, and the logits that their logprobs are of; changes no register.
+
+        Slots may have several rows, which draw as if each were the slot's only one: what the others would
+        change counts for slots that are `stepwise`.
+        """
         registers = self._registers
         logits = logits[:, : self.vocab_size]
         if rows := _rows_of(host, self._penalties.members):
@@ -125,7 +130,7 @@ class Sampler:
             self._draw_sampled(tokens, logits, slots, positions, host, sampled)
         if rows := _rows_of(host, registers.capped):
             tokens = _replace(tokens, rows, lambda part, at: registers.force_think_end(part, slots[at]))
-        return tokens, self._logprob_rows(scored, tokens, host)
+        return tokens, scored
 
     def commit(self, tokens: torch.Tensor, slots: torch.Tensor, host: Sequence[int]) -> torch.Tensor:
         """Moves each row's request past its token: counts, penalties, thinking. Returns [rows] int8 codes."""
@@ -136,6 +141,40 @@ class Sampler:
             at = _index(rows, len(host), tokens.device)
             self._registers.count_thinking(tokens[at], slots[at])
         return self._registers.advance(tokens, slots)
+
+    def logprob_rows(
+        self, scored: torch.Tensor, tokens: torch.Tensor, host: Sequence[int]
+    ) -> list[Any] | None:
+        """`Sampled.logprobs` of rows that drew `tokens` from `scored`, [rows, vocab] float32."""
+        rows = _rows_of(host, self._logprobs)
+        if not rows:
+            return None
+        at = _index(rows, len(host), tokens.device)
+        found = logprob_entries(scored[at], tokens[at], [self._logprobs[host[row]] for row in rows])
+        entries: list[Any] = [None] * len(host)
+        for row, entry in zip(rows, found, strict=True):
+            entries[row] = entry
+        return entries
+
+    def stepwise(self, slots: Iterable[int]) -> set[int]:
+        """Of these slots, those whose draw depends on the tokens that they drew last: one row at a time."""
+        registers = self._registers
+        return {
+            slot
+            for slot in slots
+            if slot in self._special
+            and (slot in self._penalties.members or slot in registers.held_back or slot in registers.capped)
+        }
+
+    def wants_logprobs(self, slots: Collection[int]) -> bool:
+        return bool(self._logprobs) and not self._logprobs.keys().isdisjoint(slots)
+
+    def end_runs(self, slots: Sequence[int], runs: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """`commit` for runs of tokens of slots that are not `stepwise`, each slot once.
+
+        Returns how many tokens of each run are kept, at least one, and the finish code of the last one kept.
+        """
+        return self._registers.advance_runs(slots, runs)
 
     def _draw_sampled(
         self,
@@ -203,19 +242,6 @@ class Sampler:
             at = tied.nonzero().squeeze(1)
             tokens[at] = self._draw_wide(logits[at], slots[at], positions[at], Draw.SORTED)
         return tokens
-
-    def _logprob_rows(
-        self, scored: torch.Tensor, tokens: torch.Tensor, host: Sequence[int]
-    ) -> list[Any] | None:
-        rows = _rows_of(host, self._logprobs)
-        if not rows:
-            return None
-        at = _index(rows, len(host), tokens.device)
-        found = logprob_entries(scored[at], tokens[at], [self._logprobs[host[row]] for row in rows])
-        entries: list[Any] = [None] * len(host)
-        for row, entry in zip(rows, found, strict=True):
-            entries[row] = entry
-        return entries
 
 
 _At = slice | torch.Tensor

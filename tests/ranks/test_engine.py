@@ -21,6 +21,7 @@ from mstar.ranks.cache import BLOCK_SIZE
 from mstar.ranks.collectives import SoloCollective
 from mstar.ranks.engine import Engine
 from mstar.ranks.executor import Executor
+from mstar.ranks.leader import Leader
 from mstar.ranks.messages import (
     Abort,
     EngineStats,
@@ -33,9 +34,10 @@ from mstar.ranks.messages import (
     Submit,
     Tokens,
 )
-from mstar.ranks.plan import StepPlan, pack, unpack
+from mstar.ranks.plan import Drawn, StepPlan, pack, unpack
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
+from mstar.ranks.speculation.backend import SlotBackend
 from mstar.ranks.warmup import warm_up
 
 VOCAB = 97
@@ -67,8 +69,8 @@ class CheckingModel:
         self.state = [12345] * slots  # never cleared by anyone but a sequence's start
         self.decode_shapes: set[int] = set()
 
-    def prefill(self, inputs: PrefillInputs, caches: list[Any]) -> torch.Tensor:
-        assert caches == []
+    def prefill(self, inputs: PrefillInputs, caches: list[Any], every_row: bool = False) -> torch.Tensor:
+        assert caches == [] and not every_row
         hidden = []
         for index, start in enumerate(inputs.starts):
             first, end = inputs.cu_rows[index], inputs.cu_rows[index + 1]
@@ -114,28 +116,30 @@ class CheckingModel:
         return state
 
 
+class Recording(Leader):
+    """Plans go over the wire's codec, and are kept."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> Drawn:
+        self.plans.append(plan)
+        return super().execute(unpack(pack(plan)))
+
+
 class Bench:
     """An engine whose plans go over the wire's codec, and what it said."""
 
     def __init__(self, limits: Limits, model: Any, caches: list[Any], vocab: int) -> None:
         slots = limits.max_num_seqs + 1
         self.sampler = Sampler(vocab, slots, CPU)
-        self.executor = Executor(
-            model,
-            caches,
-            SoloCollective(),
-            slots=slots,
-            max_seq=limits.max_seq,
-            vocab_size=vocab,
-            device=CPU,
-            sampler=self.sampler,
-        )
-        execute = self.executor.execute
-        self.executor.execute = lambda plan: execute(unpack(pack(plan)))  # type: ignore[method-assign]
+        executor = Executor(model, caches, slots=slots, max_seq=limits.max_seq, device=CPU)
+        self.leader = Recording(SlotBackend(executor, vocab), self.sampler)
+        self.plans = self.leader.plans
         self.scheduler = Scheduler(limits, self.sampler)
-        self.plans: list[StepPlan] = []
         self.events: list[Event] = []
-        self.engine = Engine(self.scheduler, self.executor, self.plans.append, self.events.append)
+        self.engine = Engine(self.scheduler, self.leader, self.events.append)
 
     def submit(self, request_id: int, prompt: list[int], **sampling: Any) -> None:
         params = SamplingParams(**({"max_tokens": 20, "seed": request_id} | sampling))
@@ -254,10 +258,8 @@ def test_refusals_are_events_and_stop_is_the_end() -> None:
 def test_warm_up_leaves_no_trace_but_the_plan_number() -> None:
     bench = checking(max_num_seqs=3)
     stages: list[tuple[Any, ...]] = []
-    plans: list[StepPlan] = []
-    limits = bench.scheduler.limits
-    number = warm_up(limits, bench.sampler, bench.executor, plans.append, lambda *stage: stages.append(stage))
-    assert [plan.number for plan in plans] == list(range(1, number))
+    number = warm_up(bench.scheduler.limits, bench.sampler, bench.leader, lambda *stage: stages.append(stage))
+    assert [plan.number for plan in bench.plans] == list(range(1, number))
     assert stages[-1] == ("warmup", 2, 2, "steps")
     bench.submit(1, [4, 5], max_tokens=9)
     assert bench.run() == {1: expected([4, 5], 9)}
@@ -266,7 +268,7 @@ def test_warm_up_leaves_no_trace_but_the_plan_number() -> None:
 @pytest.mark.parametrize("max_seq", [2, 3, 16, 17])
 def test_smallest_contexts_warm_up_and_serve(max_seq: int) -> None:
     bench = checking(max_seq=max_seq, max_num_seqs=1, kv_blocks=(max_seq + 15) // 16)
-    warm_up(bench.scheduler.limits, bench.sampler, bench.executor, lambda _: None, lambda *_: None)
+    warm_up(bench.scheduler.limits, bench.sampler, bench.leader, lambda *_: None)
     bench.submit(1, [4] * (max_seq - 1))
     assert bench.run() == {1: expected([4] * (max_seq - 1), 1)}
 

@@ -58,13 +58,13 @@ def step(scheduler: Scheduler, finish: int = RUNNING) -> tuple[StepPlan, list[To
     plan = scheduler.plan()
     assert plan is not None
     rows = sum(chunk.final for chunk in plan.chunks) + len(plan.decode_slots)
-    return plan, scheduler.commit(plan, Drawn([7] * rows, [finish] * rows))
+    return plan, scheduler.commit(plan, Drawn([[7]] * rows, [finish] * rows))
 
 
 def drain(scheduler: Scheduler) -> None:
     while (plan := scheduler.plan()) is not None:
         rows = sum(chunk.final for chunk in plan.chunks) + len(plan.decode_slots)
-        scheduler.commit(plan, Drawn([7] * rows, [RUNNING] * rows))
+        scheduler.commit(plan, Drawn([[7]] * rows, [RUNNING] * rows))
     assert scheduler.idle
     assert scheduler.blocks.free == scheduler.limits.kv_blocks
     assert scheduler.slots.free == scheduler.limits.max_num_seqs
@@ -209,7 +209,7 @@ def test_slot_of_a_request_aborted_in_flight_is_free_only_after_its_results() ->
     scheduler.abort(1)
     submit(scheduler, 2, 5)
     assert scheduler.slots.free == 0 and scheduler.plan() is None
-    assert scheduler.commit(plan, Drawn([7], [RUNNING])) == []
+    assert scheduler.commit(plan, Drawn([[7]], [RUNNING])) == []
     assert scheduler.slots.free == 1
     assert step(scheduler)[1][0].request_id == 2
 
@@ -220,9 +220,9 @@ def test_plan_ahead_of_a_step_that_ends_its_request_is_dropped() -> None:
     first = scheduler.plan()
     second = scheduler.plan()
     assert first is not None and second is not None and second.decode_slots == [first.chunks[0].slot]
-    assert scheduler.commit(first, Drawn([7], [STOP])) == [TokenRun(1, [7], "stop")]
+    assert scheduler.commit(first, Drawn([[7]], [STOP])) == [TokenRun(1, [7], "stop")]
     assert scheduler.blocks.free < scheduler.blocks.total
-    assert scheduler.commit(second, Drawn([9], [RUNNING])) == []
+    assert scheduler.commit(second, Drawn([[9]], [RUNNING])) == []
     drain(scheduler)
 
 
@@ -331,7 +331,7 @@ class Traffic(RuleBasedStateMachine):
         self.in_use.pop(0)
         rows = sum(chunk.final for chunk in plan.chunks) + len(plan.decode_slots)
         finish = [STOP if stop == row else RUNNING for row in range(rows)]
-        for run in self.scheduler.commit(plan, Drawn(list(range(rows)), finish)):
+        for run in self.scheduler.commit(plan, Drawn([[row] for row in range(rows)], finish)):
             assert run.request_id not in self.ended
             self.live[run.request_id] += len(run.ids)
             if run.finish is not None:
