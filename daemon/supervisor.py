@@ -84,8 +84,6 @@ class Mesh:
         heartbeat_lost_s: float = 10.0,
     ) -> None:
         self.ranks: list[RankState] = []
-        self.running = 0  # requests, as the engine's last heartbeat told
-        self.waiting = 0
         self.last_stats: EngineStats | None = None
         self.failure: MeshFailure | None = None
         self._run_dir = create_run_dir()
@@ -242,8 +240,6 @@ class Mesh:
         elif kind is messages.Heartbeat:
             state = self._heard(event.rank)
             state.memory_bytes = event.memory_bytes
-            if event.rank == 0:
-                self.running, self.waiting = event.running, event.waiting
         elif kind is messages.Hello:
             self._heard(event.rank).hello = True
         elif kind is messages.Progress:
