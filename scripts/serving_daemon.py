@@ -18,10 +18,11 @@ STOP_S = 30.0
 
 @contextmanager
 def launched_daemon(
-    model: str, flags: Sequence[str] = (), ready_s: float = 300.0
+    model: str, flags: Sequence[str] = (), ready_s: float = 300.0, line: str = "off"
 ) -> Iterator[tuple[DaemonLink, dict[str, Any]]]:
     """Runs `mstar-daemon --model MODEL FLAGS…` for the block; yields a link and what `loaded` said.
 
+    line: where its line face listens.
     The daemon's log goes to a temporary file, whose end is in the BenchError of a daemon that does not
     come up.
     """
@@ -29,7 +30,7 @@ def launched_daemon(
         address = f"ipc://{folder}/zmq"
         log_path = Path(folder) / "log"
         command = [sys.executable, "-m", "mstar.daemon.cli", "--model", model]
-        command += ["--bind", address, "--line", "off", *flags]
+        command += ["--bind", address, "--line", line, *flags]
         with log_path.open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         link = DaemonLink(address)
