@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mstar.arch import AttentionCache, MtpHead, Trunk, allocate_caches
+from mstar.arch import AttentionCache, MtpHead, PrefillInputs, Trunk, allocate_caches
 from mstar.arch.caches import LayerCache
 from mstar.kernels.ops import select_ops
 from mstar.loader import ModelConfig, read_config, resolve, resolve_dtype
@@ -92,6 +92,20 @@ class OfflineModel:
         slots = torch.arange(1, sequences + 1, dtype=torch.int32, device=self.device)
         tables = torch.arange(1, total, dtype=torch.int32, device=self.device).view(sequences, blocks)
         return Rooms(layers, head, slots, tables)
+
+    @torch.inference_mode()
+    def next_logits(self, ids: list[int]) -> torch.Tensor:
+        """The logits of the token after `ids`, [vocab] float32."""
+        rooms = self.rooms(1, len(ids), 0, self.dtype_name)
+        inputs = PrefillInputs(
+            token_ids=torch.tensor(ids, device=self.device),
+            positions=torch.arange(len(ids), device=self.device),
+            slots=rooms.slots,
+            block_tables=rooms.tables,
+            cu_rows=(0, len(ids)),
+            starts=(0,),
+        )
+        return self.logits(self.trunk.prefill(inputs, rooms.layers))[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32."""

@@ -1,0 +1,282 @@
+"""Greedy answers of speculative and sharded decoding against those of plain decoding on one rank.
+
+    python -m mstar.scripts.check_greedy --model builtin:tiny --arms plain,mtp1,mtp3,mtp8 --tp 1,2,4
+
+Every cell (an arm at a tp) is a daemon of its own; the reference is plain decoding on one rank. Answers are equal in
+tokens, text and finish reason, or part at a near-tie (`mstar.scripts.near_ties`), or diverge, which is a failure.
+
+Answers are first asked for without logprobs, the way most requests run. Where one differs it is asked for again, in
+its cell and in the reference, with logprobs of the best two; the gap comes from these, and the size of the largest
+logit, which logprobs do not tell, from a pass of the same dtype in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from mstar.daemon.client import DaemonError, NoDaemon
+from mstar.loader import LoadError, resolve
+from mstar.scripts.arms import PLAIN, Arm, ArmError, parse_arms
+from mstar.scripts.check_client import Answer, ask_all
+from mstar.scripts.check_prompts import LONG, CheckPrompt, long_prompts, short_prompts
+from mstar.scripts.near_ties import Difference, allowed_gap, difference, first_difference
+from mstar.scripts.offline_model import OfflineModel
+from mstar.scripts.planted import planted_acceptance, planted_note
+from mstar.scripts.serving_daemon import launched_daemon
+from mstar.scripts.serving_load import BenchError
+
+WIDTH = 120
+
+
+@dataclass(slots=True)
+class CellResult:
+    """One arm at one tp against the reference."""
+
+    arm: str
+    tp: int
+    prompts: int
+    tokens: int
+    steps: int
+    accepted: int
+    equal: int = 0
+    near_ties: int = 0
+    divergences: int = 0
+    details: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tau(self) -> float:
+        return self.accepted / self.steps if self.steps else 0.0
+
+
+@click.command()
+@click.option("--model", default="builtin:tiny", show_default=True, help="What the daemons load.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, bf16, fp16 or fp32.")
+@click.option("--arms", default="plain,mtp1,mtp2,mtp3,mtp5,mtp8", show_default=True)
+@click.option("--tp", "tps", default="1,2", show_default=True, help="Tensor parallel sizes, a list.")
+@click.option("--prompts", "prompt_count", default=200, show_default=True, type=click.IntRange(0))
+@click.option("--max-tokens", default=96, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@click.option("--long", "long_count", default=4, show_default=True, help="Long prompts beside them.")
+@click.option("--long-tokens", default=4000, show_default=True, help="Length of a long prompt.")
+@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Requests at once.")
+@click.option("--seed", default=1, show_default=True, help="Of the prompts.")
+@click.option("--strict", is_flag=True, help="A near-tie fails, too (dtype fp32 on the built-in model).")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything to this file.")
+@click.argument("daemon_flags", nargs=-1, type=click.UNPROCESSED)
+def main(
+    model: str,
+    dtype: str,
+    arms: str,
+    tps: str,
+    prompt_count: int,
+    max_tokens: int,
+    long_count: int,
+    long_tokens: int,
+    concurrency: int,
+    seed: int,
+    strict: bool,
+    json_path: Path | None,
+    daemon_flags: tuple[str, ...],
+) -> None:
+    """Checks that greedy text does not depend on speculation or tp. Flags after `--` go to the daemons."""
+    progress = Console(stderr=True)
+    try:
+        path = resolve(model)
+        prompts = short_prompts(path, prompt_count, seed)
+        prompts += long_prompts(path, long_count, long_tokens, seed)
+        check = Check(model, dtype, prompts, max_tokens, concurrency, daemon_flags)
+        check.ask_reference()
+        cells = [
+            (arm, tp)
+            for tp in map(int, tps.split(","))
+            for arm in parse_arms(arms)
+            if (arm, tp) != (PLAIN, 1)
+        ]
+        results = []
+        for arm, tp in cells:
+            progress.print(f"{arm.name} at tp {tp}", highlight=False)
+            results.append(check.run_cell(arm, tp))
+        check.judge(results)
+    except (ArmError, BenchError, DaemonError, LoadError, NoDaemon, ValueError) as error:
+        raise click.ClickException(f"{error}") from error
+    report = check.report(results, strict, planted_acceptance(path))
+    print_report(report, Console() if sys.stdout.isatty() else Console(width=WIDTH))
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    if report["verdict"] != "pass":
+        raise SystemExit(1)
+
+
+class Check:
+    """The prompts, the reference's answers, and cells against them."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        prompts: Sequence[CheckPrompt],
+        max_tokens: int,
+        concurrency: int,
+        daemon_flags: Sequence[str],
+    ) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.prompts = prompts
+        self.concurrency = concurrency
+        self.daemon_flags = daemon_flags
+        # long prompts go on past the end of their answer: what is behind it depends on all of them
+        self.requests = [
+            {"prompt_ids": prompt.ids, "max_tokens": max_tokens, "ignore_eos": prompt.kind == LONG}
+            for prompt in prompts
+        ]
+        self.loaded: dict[str, Any] = {}
+        self.reference: list[Answer] = []
+        self._scored: list[Answer] = []  # the reference's, with logprobs
+        self._parted: list[tuple[CellResult, int, Difference]] = []
+
+    def ask_reference(self) -> None:
+        """Plain decoding on one rank: with and without logprobs, which must not change a token."""
+        with launched_daemon(self.model, self._flags(PLAIN, 1)) as (link, self.loaded):
+            self.reference = ask_all(link.address, self.requests, self.concurrency)
+            self._scored = ask_all(link.address, _scored(self.requests), self.concurrency)
+        for index, (plain, scored) in enumerate(zip(self.reference, self._scored, strict=True)):
+            if plain.outcome != scored.outcome:
+                raise ValueError(f"prompt {index}: plain decoding on one rank gives two answers")
+
+    def run_cell(self, arm: Arm, tp: int) -> CellResult:
+        """Asks a cell; answers that differ wait for `judge`."""
+        with launched_daemon(self.model, self._flags(arm, tp)) as (link, loaded):
+            if arm.drafts and loaded["spec"]["k"] != arm.drafts:
+                raise ValueError(
+                    f"{arm.name} at tp {tp} loaded k {loaded['spec']['k']}: {loaded['spec']['reason']}"
+                )
+            answers = ask_all(link.address, self.requests, self.concurrency)
+            differ = [
+                index
+                for index, answer in enumerate(answers)
+                if answer.outcome != self.reference[index].outcome
+            ]
+            again = ask_all(link.address, _scored([self.requests[i] for i in differ]), self.concurrency)
+        result = CellResult(
+            arm.name,
+            tp,
+            len(answers),
+            sum(len(answer.ids) for answer in answers),
+            sum(answer.steps for answer in answers),
+            sum(answer.accepted for answer in answers),
+            equal=len(answers) - len(differ),
+        )
+        for index, scored in zip(differ, again, strict=True):
+            place = first_difference(answers[index].ids, self.reference[index].ids)
+            if place is None or scored.ids[: place + 1] != answers[index].ids[: place + 1]:
+                why = (
+                    "equal ids, other text or reason" if place is None else "another answer when asked again"
+                )
+                result.divergences += 1
+                result.details.append({"prompt": index, "index": place, "verdict": "divergence", "why": why})
+                continue
+            mine, theirs = (
+                run.entries[place][1] if place < len(run.entries) else []
+                for run in (scored, self._scored[index])
+            )
+            ids = self.reference[index].ids
+            self._parted.append((result, index, difference(place, scored.ids, ids, mine, theirs)))
+        return result
+
+    def judge(self, results: Sequence[CellResult]) -> None:
+        """Tells near-ties from divergences, with the largest logits from a pass in this process."""
+        tops: dict[tuple[int, int], float] = {}
+        offline: OfflineModel | None = None
+        dtype = self.loaded["dtype"]
+        for result, prompt, parted in self._parted:
+            key = (prompt, parted.index)
+            if parted.gap is not None and key not in tops and dtype != "fp32":
+                offline = offline or OfflineModel(self.model, self.dtype)
+                ids = self.prompts[prompt].ids + self.reference[prompt].ids[: parted.index]
+                tops[key] = float(offline.next_logits(ids).max())
+            allowed = allowed_gap(dtype, tops.get(key, 0.0))
+            near = parted.gap is not None and parted.gap <= allowed
+            result.near_ties += near
+            result.divergences += not near
+            result.details.append(
+                {
+                    "prompt": prompt,
+                    "kind": self.prompts[prompt].kind,
+                    "index": parted.index,
+                    "tokens": parted.tokens,
+                    "gap": parted.gap,
+                    "allowed": allowed,
+                    "top_logit": tops.get(key),
+                    "verdict": "near-tie" if near else "divergence",
+                }
+            )
+        self._parted.clear()
+
+    def report(self, results: Sequence[CellResult], strict: bool, planted: float | None) -> dict[str, Any]:
+        failed = sum(cell.divergences + (cell.near_ties if strict else 0) for cell in results)
+        return {
+            "schema": 1,
+            "check": "greedy",
+            "model": self.model,
+            "fingerprint": self.loaded["fingerprint"],
+            "planted": planted,
+            "dtype": self.loaded["dtype"],
+            "device": self.loaded["device"],
+            "prompts": [{"kind": prompt.kind, "tokens": len(prompt.ids)} for prompt in self.prompts],
+            "strict": strict,
+            "verdict": "pass" if results and not failed else "fail",
+            "cells": [
+                {
+                    "arm": cell.arm,
+                    "tp": cell.tp,
+                    "prompts": cell.prompts,
+                    "tokens": cell.tokens,
+                    "equal": cell.equal,
+                    "near_ties": cell.near_ties,
+                    "divergences": cell.divergences,
+                    "tau": cell.tau,
+                    "tokens_per_step": cell.tau + 1,
+                    "details": cell.details,
+                }
+                for cell in results
+            ],
+        }
+
+    def _flags(self, arm: Arm, tp: int) -> list[str]:
+        return ["--tp", str(tp), "--dtype", self.dtype, *arm.daemon_flags, *self.daemon_flags]
+
+
+def _scored(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**request, "logprobs": 2} for request in requests]
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    lengths = [prompt["tokens"] for prompt in report["prompts"]]
+    table = Table(
+        title=f"greedy against plain at tp 1: {report['model']} ({report['fingerprint'][:12]}), "
+        f"{report['dtype']}, {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens"
+        f"{planted_note(report['planted'])}"
+    )
+    table.add_column("arm")
+    for column in ("tp", "prompts", "tokens", "equal", "near-ties", "divergences", "tau", "tokens a step"):
+        table.add_column(column, justify="right")
+    for cell in report["cells"]:
+        counts = (cell[name] for name in ("tp", "prompts", "tokens", "equal", "near_ties", "divergences"))
+        table.add_row(cell["arm"], *map(str, counts), f"{cell['tau']:.2f}", f"{cell['tokens_per_step']:.2f}")
+    console.print(table)
+    for cell in report["cells"]:
+        for detail in cell["details"]:
+            console.print(f"{cell['arm']} at tp {cell['tp']}: {detail}", highlight=False)
+    console.print(f"verdict: {report['verdict']}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
