@@ -19,7 +19,7 @@ demo: setup
 	@$(BIN)/python -m mstar.scripts.demo
 
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	@$(BIN)/ruff check --quiet .

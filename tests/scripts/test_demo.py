@@ -18,7 +18,7 @@ def test_demo_loads_answers_shows_figures_and_leaves_nothing():
     assert result.returncode == 0, result.stdout + result.stderr
     assert "reading" in result.stderr  # the progress of the load
     assert f"> {PROMPT}\nSunlight contains all colours." in result.stdout
-    assert "tok/s, finish: stop]" in result.stdout
+    assert "finish: stop]" in result.stdout
     assert result.stdout.endswith("the daemon and its 2 ranks have ended, and nothing is left behind\n")
 
 
