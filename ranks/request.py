@@ -24,9 +24,10 @@ class Request:
     computed: int = 0  # tokens whose KV and state the planned steps leave in the caches
     known: int = 0  # tokens to prefill: prompt, and the output so far when it was preempted
     follow: bool = False  # the head runs over its rows; decided at its start, and taken back for good
-    given_up: bool = False  # speculation cost it more than it gave
+    given_up: bool = False  # plain decode is faster for it
     drafts: int = 0  # that its last step made and its next one may check
-    spec_drafted: int = 0  # checked since its start
+    spec_steps: int = 0  # since the policy looked at it: steps, drafts checked and accepted
+    spec_drafted: int = 0
     spec_accepted: int = 0
 
     @property

@@ -26,6 +26,9 @@ CHUNK_BORDER = 64
 # Block-table columns of the decode part come in steps of this (128 tokens): few shapes, little for nothing.
 COLUMN_STEP = 8
 
+# A request's own acceptance is looked at every so many of its steps: enough to say something.
+REVIEW_STEPS = 32
+
 FINISH = (None, "stop", "length")  # by the sampler's code
 
 
@@ -239,12 +242,15 @@ class Scheduler:
     def _count(self, request: Request, checked: int, accepted: int) -> None:
         self.spec.count(checked, accepted)
         self.policy.count(checked, accepted)
+        request.spec_steps += 1
         request.spec_drafted += checked
         request.spec_accepted += accepted
-        if self.policy.gives_up(request.spec_drafted, request.spec_accepted):
-            request.given_up = True
-            request.follow = False
-            request.drafts = 0
+        if request.spec_steps == REVIEW_STEPS:
+            if self.policy.gives_up(request.spec_steps, request.spec_drafted, request.spec_accepted):
+                request.given_up = True
+                request.follow = False
+                request.drafts = 0
+            request.spec_steps = request.spec_drafted = request.spec_accepted = 0
 
     def _reserve_decodes(self) -> bool:
         """Gives each decoding request the block of its next token, oldest first, preempting the youngest.
@@ -320,6 +326,8 @@ class Scheduler:
         self.waiting.popleft()
         request.slot = self.slots.take()
         request.known = request.tokens
+        if load.k and not request.started and request.sampling.spec_k != 0:
+            request.given_up = not self.policy.starts()
         request.follow = self._route(request, load).follow
         self._grow(request, blocks_for(self._wanted(request)))
         self.running.append(request)

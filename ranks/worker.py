@@ -29,6 +29,7 @@ from mstar.ranks.plan import DECODE_BUCKETS, Setup, StepPlan, StopPlan
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
 from mstar.ranks.speculation.backend import MeshBackend, SlotBackend, TrunkBackend
+from mstar.ranks.speculation.policy import Policy
 from mstar.ranks.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -104,8 +105,9 @@ class Rank:
             leader = Leader(backend, sampler, shard.chain(setup))
             limits = self._limits(sizes)
 
-            number = warm_up(limits, sampler, leader, self._progress)
-            engine = Engine(Scheduler(limits, sampler, number), leader, self._events.send)
+            number, costs = warm_up(limits, sampler, leader, self._progress)
+            policy = Policy(limits.drafts, costs)
+            engine = Engine(Scheduler(limits, sampler, number, policy), leader, self._events.send)
             self._events.send(self._ready(shard, sizes))
             self._serve(engine, commands)
             line.send(StopPlan())

@@ -1,22 +1,137 @@
-"""How many drafts a step are worth it now."""
+"""How many drafts a step are worth it now: what they gain by the acceptance seen, against what they cost.
+
+A step that checks drafts costs more than a plain one: little where a step waits for weights (few rows), as much as
+the rows themselves where it computes (many). So costs are measured at load, for batches of several sizes, and
+acceptance is learnt from what runs. It moves speed alone: tokens are plain decode's under any policy.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Before anything is seen: a draft is accepted so often after an accepted one, with the weight of so many steps.
+PRIOR_RATE, PRIOR_STEPS = 0.8, 24.0
+# Steps are forgotten at this rate: the last 400 or so count.
+DECAY = 0.9975
+# The load's k stays in force until another one is this much faster: estimates are a few per cent off.
+WORTH_A_CHANGE = 1.15
+# A load that stopped tries again only where it looks this much faster than plain decode.
+WORTH_A_RETURN = 1.05
+# A request gives up where speculation is slower than this beside plain decode: a few steps say no more.
+CLEARLY_SLOWER = 0.95
+# Of requests that came while plain decode looked faster, so many decode plainly before the next try.
+PLAIN_REQUESTS = 12
+REVIEW_STEPS = 16  # between two looks at the load's acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a step costs, in plain ones: measured[sequences][k] for batches and drafts that were tried.
+
+    At k = 0 the head still follows. In between it is interpolated; a larger batch is taken for the largest measured.
+    """
+
+    measured: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+    def of(self, k: int, sequences: int) -> float:
+        """Of a step that checks k drafts of each of so many sequences, and makes as many."""
+        sizes = sorted(self.measured)
+        if not sizes:
+            return 1.0
+        return _between(sizes, [self._of(k, size) for size in sizes], sequences)
+
+    def _of(self, k: int, size: int) -> float:
+        steps = self.measured[size]
+        ks = sorted(steps)
+        return _between(ks, [steps[tried] for tried in ks], k)
+
 
 class Policy:
-    """k: the most, as the load was made for."""
+    """The drafts in force over the requests of a load.
 
-    def __init__(self, k: int) -> None:
+    k: the most, as the load was made for. costs: without any measured, k stays in force.
+    """
+
+    def __init__(self, k: int, costs: Costs | None = None) -> None:
         self.k = k
         self.in_force = k
+        self._costs = costs or Costs()
+        self._steps = self._reached = self._prior()
+        self._forget()
+        self._next_review = 0
+        self._sequences = 0
+        self._calls = 0
+        self._plain_requests = 0
 
     def plan(self, sequences: int) -> int:
         """Drafts in force for a step of so many decoding sequences."""
+        self._calls += 1
+        if sequences and (sequences != self._sequences or self._calls >= self._next_review):
+            self._sequences = sequences
+            self._next_review = self._calls + REVIEW_STEPS
+            self.in_force = self._best(sequences)
         return self.in_force
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Learns what became of one request's drafts."""
+    def starts(self) -> bool:
+        """Whether a new request speculates: not while plain decode is faster, but for a try now and then."""
+        if self.in_force or not self.k:
+            return True
+        self._plain_requests += 1
+        if self._plain_requests <= PLAIN_REQUESTS:
+            return False
+        self._forget()
+        self._next_review = 0
+        return True
 
-    def gives_up(self, drafted: int, accepted: int) -> bool:
-        """Whether a request with these totals should decode plainly from now on."""
-        return False
+    def count(self, drafted: int, accepted: int) -> None:
+        """Learns from one request's step."""
+        for depth in range(drafted):
+            self._steps[depth] *= DECAY
+            self._reached[depth] *= DECAY
+            self._steps[depth] += 1
+            self._reached[depth] += accepted > depth
+
+    def gives_up(self, steps: int, drafted: int, accepted: int) -> bool:
+        """Whether a request whose last steps came to these totals should decode plainly from now on."""
+        if not self._costs.measured:
+            return False
+        cost = self._costs.of(round(drafted / steps), max(1, self._sequences))
+        return 1 + accepted / steps < CLEARLY_SLOWER * cost
+
+    def _best(self, sequences: int) -> int:
+        if not self._costs.measured or not self.k:
+            return self.k
+        speeds = [1.0]  # over plain decode, by drafts
+        gain = 1.0
+        for k in range(1, self.k + 1):
+            gain += self._reached[k - 1] / self._steps[k - 1]
+            speeds.append(gain / self._costs.of(k, sequences))
+        best = max(range(1, self.k + 1), key=speeds.__getitem__)
+        if speeds[best] < (1.0 if self.in_force else WORTH_A_RETURN):
+            return 0
+        steady = self.in_force or self.k
+        for k in (self.k, steady):
+            if speeds[k] >= 1.0 and speeds[best] < speeds[k] * WORTH_A_CHANGE:
+                return k
+        return best
+
+    def _forget(self) -> None:
+        self._steps, self._reached = [PRIOR_STEPS] * self.k, self._prior()
+        self._plain_requests = 0
+
+    def _prior(self) -> list[float]:
+        return [PRIOR_STEPS * PRIOR_RATE ** (depth + 1) for depth in range(self.k)]
+
+
+def _between(at: Sequence[int], values: Sequence[float], x: int) -> float:
+    """Piecewise linear through (at, values), level outside."""
+    right = bisect_left(at, x)
+    if right == 0:
+        return values[0]
+    if right == len(at):
+        return values[-1]
+    left = right - 1
+    share = (x - at[left]) / (at[right] - at[left])
+    return values[left] + share * (values[right] - values[left])

@@ -12,7 +12,7 @@ class Reason(Enum):
     SPECULATES = "speculates"
     LOAD_OFF = "the load has no head"
     REQUEST_OFF = "the request asked for plain decode"
-    GIVEN_UP = "too few of its drafts were accepted"
+    GIVEN_UP = "plain decode was faster for it"
     LOWERED = "plain decode is faster for a batch of this size"
     NO_ROOM = "no room for a draft before its end or in its blocks"
 

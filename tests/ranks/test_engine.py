@@ -93,7 +93,9 @@ def test_refusals_are_events_and_stop_is_the_end() -> None:
 def test_warm_up_leaves_no_trace_but_the_plan_number() -> None:
     bench = checking(max_num_seqs=3)
     stages: list[tuple[Any, ...]] = []
-    number = warm_up(bench.scheduler.limits, bench.sampler, bench.leader, lambda *stage: stages.append(stage))
+    number, _ = warm_up(
+        bench.scheduler.limits, bench.sampler, bench.leader, lambda *stage: stages.append(stage)
+    )
     assert [plan.number for plan in bench.plans] == list(range(1, number))
     assert stages[-1] == ("warmup", 2, 2, "steps")
     bench.submit(1, [4, 5], max_tokens=9)

@@ -150,9 +150,9 @@ def test_steps_without_drafts_read_the_right_state_and_leave_no_hole() -> None:
     bench.submit(2, [2], max_tokens=80)
     for _ in range(12):
         bench.engine.step()
-    policy.gives_up = lambda drafted, accepted: drafted > 12  # type: ignore[method-assign]
-    bench.submit(3, [3], max_tokens=80)
-    assert bench.run() == {n: expected([n], 80) for n in (1, 2, 3)}
+    policy.gives_up = lambda steps, drafted, accepted: steps == 32  # type: ignore[method-assign]
+    bench.submit(3, [3], max_tokens=120)
+    assert bench.run() == {1: expected([1], 80), 2: expected([2], 80), 3: expected([3], 120)}
     assert {run.drafted for run in bench.runs(3)} >= {0, 3}
     assert all(len(run.ids) == 1 for run in bench.runs(3)[-20:])
 

@@ -203,7 +203,10 @@ class Steady(Policy):
     def plan(self, sequences: int) -> int:
         return self.k
 
-    def gives_up(self, drafted: int, accepted: int) -> bool:
+    def starts(self) -> bool:
+        return True
+
+    def gives_up(self, steps: int, drafted: int, accepted: int) -> bool:
         return False
 
 
