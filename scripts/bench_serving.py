@@ -1,6 +1,7 @@
 """How fast the daemon serves: a closed loop at given concurrencies, with figures as table, JSON and plot.
 
     python -m mstar.scripts.bench_serving --workload text-chat-256 --concurrency 1,4,16 -- --tp 2
+    python -m mstar.scripts.bench_serving --workload battery --arms plain,mtp1,mtp2,mtp3 --launches 3
 
 What the columns mean is in docs/benchmarks.md.
 """
@@ -20,15 +21,19 @@ from rich.console import Console
 
 from mstar.loader.errors import LoadError
 from mstar.loader.resolve import resolve
+from mstar.scripts.arms import Arm, ArmError, parse_arms
+from mstar.scripts.bench_arms import ArmCell, ArmPlan, arm_rows, arms_failed, measure_arms, print_arms
+from mstar.scripts.harness_prompts import BUILT_IN
+from mstar.scripts.planted import planted_acceptance
 from mstar.scripts.serving_daemon import launched_daemon, running_daemon
 from mstar.scripts.serving_load import (
     BenchError,
     DaemonLink,
     Run,
     Workload,
-    closed_loop,
-    make_prompts,
+    make_requests,
     parse_workload,
+    serve,
 )
 from mstar.scripts.serving_report import Results, describe_machine, plot, print_report, write_json
 from mstar.scripts.transformers_peer import Cell, TransformersPeer
@@ -58,6 +63,12 @@ class Plan:
     def requests(self, concurrency: int) -> int:
         return max(self.rounds * concurrency, MIN_REQUESTS)
 
+    def of_arms(self, arms: list[Arm], launches: int) -> ArmPlan:
+        """The same for a comparison of arms, whose passes are the runs."""
+        # every prompt of the battery is in a pass
+        least = max(MIN_REQUESTS, len(BUILT_IN))
+        return ArmPlan(list(self.points()), arms, self.runs, self.rounds, launches, self.seed, least)
+
 
 @click.command()
 @click.option("--model", default="builtin:tiny", show_default=True, help="What the daemon loads.")
@@ -67,7 +78,7 @@ class Plan:
     multiple=True,
     default=("text-chat-256",),
     show_default=True,
-    help="text-chat-256, long-1k, short-128, or IN:OUT tokens; may be given more than once.",
+    help="battery, text-chat-256, long-1k, short-128, or IN:OUT tokens; may be given more than once.",
 )
 @click.option("--concurrency", default="1,4,16", show_default=True, help="Requests in flight, a list.")
 @click.option("--runs", default=3, show_default=True, type=click.IntRange(1), help="Timed runs a launch.")
@@ -88,6 +99,7 @@ class Plan:
 @click.option("--seed", default=0, show_default=True, help="Of the prompts.")
 @click.option("--connect", metavar="ADDRESS", help="Measure the daemon at this ZeroMQ address.")
 @click.option("--compare", type=click.Choice(["transformers"]), help="Run the same work through this, too.")
+@click.option("--arms", help="Compare plain decode and speculation, as in plain,mtp1,mtp2,mtp3.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything to this file.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG.")
 @click.argument("daemon_flags", nargs=-1, type=click.UNPROCESSED)
@@ -101,6 +113,7 @@ def main(
     seed: int,
     connect: str | None,
     compare: str | None,
+    arms: str | None,
     json_path: Path | None,
     plot_path: Path | None,
     daemon_flags: tuple[str, ...],
@@ -108,31 +121,57 @@ def main(
     """Benchmarks serving. Flags after `--` go to mstar-daemon."""
     if connect and (daemon_flags or launches > 1):
         raise click.UsageError("--connect measures a daemon as it runs: no --launches, no daemon flags")
+    if arms and (connect or compare or plot_path or runs < 2):
+        raise click.UsageError("--arms takes two --runs or more, and no --connect, --compare or --plot")
     console = Console(stderr=True)
     try:
         counts = _parse_counts(concurrency)
         plan = Plan([parse_workload(text) for text in workloads], counts, runs, rounds, seed)
-        open_daemon = _opener(model, connect, daemon_flags)
-        results = measure(plan, launches, open_daemon, model if compare else None, console.print)
-    except (BenchError, LoadError) as error:
+        if compare and any(workload.chat for workload in plan.workloads):
+            raise BenchError(f"--compare {compare} takes workloads of a fixed shape")
+        cells: list[ArmCell] = []
+        if arms:
+            arm_plan = plan.of_arms(parse_arms(arms), launches)
+            results, cells = measure_arms(model, arm_plan, daemon_flags, console.print)
+        else:
+            results = _measure(plan, launches, model, connect, compare, daemon_flags, console)
+    except (ArmError, BenchError, LoadError) as error:
         console.print(f"[red]{error}")
         raise SystemExit(1) from None
     report = {
         "schema": 1,
         "command": shlex.join(["python", "-m", "mstar.scripts.bench_serving", *sys.argv[1:]]),
         "model": {"name": model if not connect else results.loaded.get("model"), **results.loaded},
+        "planted": None if connect else planted_acceptance(resolve(model)),
         **describe_machine(daemon_flags),
         "plan": {"runs": runs, "rounds": rounds, "launches": launches, "seed": seed},
-        "results": results.rows(),
+        "results": arm_rows(results, cells) if arms else results.rows(),
         "comparison": results.comparison(OURS),
     }
-    print_report(report, Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH))
+    output = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
+    if arms:
+        print_arms(report, output)
+    else:
+        print_report(report, output)
     if json_path is not None:
         write_json(report, json_path)
     if plot_path is not None:
         plot(report, plot_path)
-    if any(row["failures"]["max"] for row in report["results"]):
+    if arms_failed(report) if arms else any(row["failures"]["max"] for row in report["results"]):
         raise SystemExit(1)
+
+
+def _measure(
+    plan: Plan,
+    launches: int,
+    model: str,
+    connect: str | None,
+    compare: str | None,
+    daemon_flags: Sequence[str],
+    console: Console,
+) -> Results:
+    open_daemon = _opener(model, connect, daemon_flags)
+    return measure(plan, launches, open_daemon, model if compare else None, console.print)
 
 
 OpenDaemon = Callable[[], AbstractContextManager[tuple[DaemonLink, dict[str, Any]]]]
@@ -150,15 +189,15 @@ def measure(
     for launch in range(launches):
         with ExitStack() as stack:
             link, results.loaded = stack.enter_context(open_daemon())
-            systems: dict[str, Callable[[list[list[int]], int, int], Run]] = {
-                OURS: lambda prompts, tokens, count, link=link: closed_loop(link, prompts, tokens, count)  # type: ignore[misc]
+            systems: dict[str, Callable[[list[dict[str, Any]], int], Run]] = {
+                OURS: lambda requests, count, link=link: serve(link, requests, count)  # type: ignore[misc]
             }
             if peer_model is not None:
                 peer = TransformersPeer(resolve(peer_model))
                 stack.callback(peer.close)
                 for cell in CELLS:
-                    systems[cell.name] = lambda prompts, tokens, count, cell=cell, peer=peer: peer.run(  # type: ignore[misc]
-                        cell, prompts, tokens, count
+                    systems[cell.name] = lambda requests, count, cell=cell, peer=peer: peer.run(  # type: ignore[misc]
+                        cell, [r["prompt_ids"] for r in requests], requests[0]["max_tokens"], count
                     )
             for workload, concurrency in plan.points():
                 say(f"launch {launch + 1}/{launches}: {workload.name}, {concurrency} at once")
@@ -171,17 +210,18 @@ def _measure_point(
     launch: int,
     workload: Workload,
     concurrency: int,
-    systems: dict[str, Callable[[list[list[int]], int, int], Run]],
+    systems: dict[str, Callable[[list[dict[str, Any]], int], Run]],
     results: Results,
 ) -> None:
     """A warm-up and the timed runs of one point; the systems take turns, so that drift meets all alike."""
     vocab = results.loaded["vocab"]
     for run in range(-1, plan.runs):
         count = concurrency if run < 0 else plan.requests(concurrency)
-        prompts = make_prompts(workload, count, vocab, plan.seed * 1000 + launch * 100 + run)
-        tokens = min(workload.output_tokens, WARMUP_TOKENS) if run < 0 else workload.output_tokens
-        for system, serve in systems.items():
-            served = serve(prompts, tokens, concurrency)
+        requests = make_requests(workload, count, vocab, plan.seed * 1000 + launch * 100 + run)
+        if run < 0:
+            requests = [{**r, "max_tokens": min(r["max_tokens"], WARMUP_TOKENS)} for r in requests]
+        for system, run_requests in systems.items():
+            served = run_requests(requests, concurrency)
             if run >= 0:
                 results.add(workload, concurrency, system, launch, served)
 

@@ -6,6 +6,7 @@ little of what it measures; `client_cpu_pct` says how much it took.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -17,6 +18,8 @@ from typing import Any
 import msgpack
 import numpy as np
 import zmq
+
+from mstar.scripts.harness_prompts import BUILT_IN
 
 PING_EVERY_S = 5.0  # a daemon's lease is 30 s by default
 LOST_S = 30.0
@@ -30,16 +33,18 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one fixed shape, in tokens."""
+    """Requests of one fixed shape, in tokens; or, with `chat`, the harness's prompts, answered to their own end."""
 
     name: str
     prompt_tokens: int
     output_tokens: int
+    chat: bool = False
 
 
 WORKLOADS = {
     w.name: w
     for w in (
+        Workload("battery", 0, 1024, chat=True),
         Workload("text-chat-256", 64, 256),
         Workload("long-1k", 1024, 256),
         Workload("short-128", 16, 128),
@@ -64,6 +69,21 @@ def make_prompts(workload: Workload, count: int, vocab: int, seed: int) -> list[
     return [[draw.randrange(top) for _ in range(workload.prompt_tokens)] for _ in range(count)]
 
 
+def make_requests(workload: Workload, count: int, vocab: int, seed: int) -> list[dict[str, Any]]:
+    """`count` `generate` requests without keys: greedy, and asking for ids, so that every token is seen.
+
+    Of a fixed shape they ignore the end of sequence; the harness's prompts come in turn, seed or not.
+    """
+    shared = {"max_tokens": workload.output_tokens, "return_ids": True}
+    if workload.chat:
+        prompts = itertools.islice(itertools.cycle(BUILT_IN), count)
+        return [{"messages": prompt.messages, **shared} for prompt in prompts]
+    return [
+        {"prompt_ids": ids, "ignore_eos": True, **shared}
+        for ids in make_prompts(workload, count, vocab, seed)
+    ]
+
+
 @dataclass(slots=True)
 class Trace:
     """What one request saw; times are seconds of one monotonic clock."""
@@ -72,10 +92,26 @@ class Trace:
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens) of each event
     ended: float = 0.0
     failure: str | None = None
+    ids: list[int] = field(default_factory=list)
+    done: dict[str, Any] = field(default_factory=dict)  # the `done` event
 
     @property
     def tokens(self) -> int:
         return sum(count for _, count in self.arrivals)
+
+    @property
+    def steps(self) -> int:
+        """Decode steps; the token that prefill yields is of none."""
+        counted = int(self.done.get("spec", {}).get("steps", 0))
+        return counted or max(0, self.tokens - 1)
+
+    @property
+    def decode_ms(self) -> float:
+        return float(self.done.get("timings", {}).get("decode_ms") or 0.0)
+
+    def drafts(self, what: str) -> int:
+        """`drafted` or `accepted` ones."""
+        return int(self.done.get("spec", {}).get(what, 0))
 
     def gaps(self) -> Iterator[float]:
         """Seconds between tokens; an event of n tokens counts as n equal gaps."""
@@ -102,6 +138,7 @@ class Run:
         good = [t for t in self.traces if t.failure is None and t.arrivals]
         gaps = [gap for trace in good for gap in trace.gaps()]
         median_gap = statistics.median(gaps) if gaps else 0.0
+        steps = max(1, sum(t.steps for t in good))
         return {
             "tok_s": sum(t.tokens for t in good) / self.wall_s,
             **_percentiles("ttft", [t.arrivals[0][0] - t.sent for t in good]),
@@ -112,6 +149,9 @@ class Run:
             "requests": float(len(self.traces)),
             "wall_s": self.wall_s,
             "client_cpu_pct": 100 * self.client_cpu_s / self.wall_s,
+            "tokens_per_step": 1 + sum(t.drafts("accepted") for t in good) / steps,
+            "drafts_per_step": sum(t.drafts("drafted") for t in good) / steps,
+            "ms_per_step": sum(t.decode_ms for t in good) / steps,
         }
 
 
@@ -165,15 +205,24 @@ def closed_loop(
     concurrency: int,
     timeout_s: float = 600.0,
 ) -> Run:
-    """Keeps `concurrency` requests in flight until every prompt was served once.
+    """`serve` of prompts in ids, each with exactly `output_tokens` to come."""
+    shared = {"max_tokens": output_tokens, "ignore_eos": True, "return_ids": True}
+    return serve(link, [{"prompt_ids": ids, **shared} for ids in prompts], concurrency, timeout_s)
 
-    Requests are greedy, ignore the end of sequence and ask for ids, so that every token shows as an
-    event even where it has no text. A request that errs or ends short is a failure of its own; a
-    daemon that leaves pings unanswered for LOST_S, or all requests for `timeout_s`, is a BenchError.
+
+def serve(
+    link: DaemonLink, requests: Sequence[dict[str, Any]], concurrency: int, timeout_s: float = 600.0
+) -> Run:
+    """Keeps `concurrency` requests in flight until every one was served once.
+
+    requests: `generate` fields without keys, that ask for ids so that every token shows as an event even where
+    it has no text. A request that errs or ends short is a failure of its own; a daemon that leaves pings
+    unanswered for LOST_S, or all requests for `timeout_s`, is a BenchError.
     """
     batch = uuid.uuid4().hex[:12]
     traces: dict[str, Trace] = {}
-    waiting = iter(enumerate(prompts))
+    expected: dict[str, int | None] = {}
+    waiting = iter(enumerate(requests))
     live = 0
     cpu = time.process_time()
 
@@ -182,17 +231,10 @@ def closed_loop(
         if entry is None:
             return False
         key = f"bench-{batch}-{entry[0]}"
-        message = {
-            "type": "generate",
-            "id": key,
-            "attempt_id": 0,
-            "prompt_ids": entry[1],
-            "max_tokens": output_tokens,
-            "ignore_eos": True,
-            "return_ids": True,
-        }
+        request = entry[1]
+        expected[key] = request["max_tokens"] if request.get("ignore_eos") else None
         traces[key] = Trace(time.perf_counter())
-        link.send(message)
+        link.send({"type": "generate", "id": key, "attempt_id": 0, **request})
         return True
 
     while live < concurrency and send_next():
@@ -219,17 +261,21 @@ def closed_loop(
         if kind in ("token", "reasoning"):
             if event["ids"]:
                 trace.arrivals.append((now, len(event["ids"])))
+                trace.ids += event["ids"]
         elif kind in ("done", "error"):
             trace.ended = now
-            trace.failure = _failure(event, trace, output_tokens)
+            trace.done = event
+            trace.failure = _failure(event, trace, expected[event["id"]])
             live -= not send_next()
     return Run(list(traces.values()), time.process_time() - cpu)
 
 
-def _failure(event: dict[str, Any], trace: Trace, output_tokens: int) -> str | None:
+def _failure(event: dict[str, Any], trace: Trace, expected: int | None) -> str | None:
+    """expected: tokens that must come, where the request fixes them."""
     if event["type"] == "error":
         return f"{event['class']}: {event['message']}"
     counted = event["usage"]["completion_tokens"]
-    if not output_tokens == counted == trace.tokens:
-        return f"{output_tokens} tokens asked for, {counted} counted, {trace.tokens} received"
+    if counted != trace.tokens or expected not in (None, counted):
+        asked = "" if expected is None else f"{expected} tokens asked for, "
+        return f"{asked}{counted} counted, {trace.tokens} received"
     return None

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstar.daemon.devices import usable_cores
+from mstar.scripts.planted import planted_note
 from mstar.scripts.serving_load import BenchError, Run, Workload
 
 PACKAGES = ("mstar", "torch", "transformers", "tokenizers", "pyzmq", "numpy")
@@ -123,7 +124,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(
         f"{model['name']} ({model['fingerprint'][:12]}), {model['dtype']}, tp {model['tp']}, "
         f"{model['device']}; {machine['cpu']}, {machine['cores']} cores; torch {versions['torch']}, "
-        f"mstar {versions['mstar']}"
+        f"mstar {versions['mstar']}{planted_note(report.get('planted'))}"
     )
     table = Table()
     for column in ("workload", "at once", "system", "tok/s", "min-max"):
