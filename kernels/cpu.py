@@ -22,6 +22,7 @@ _STORE, _STORE_F32, _ADD_RESIDUAL, _SILU_GATED = range(4)
 _LINEAR = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int, c_int, c_int) + (
     c_void_p,
 ) * 2
+_NORM = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_float, c_int, c_void_p)
 _GDN = (c_void_p, c_int64, *(c_void_p,) * 13, *(c_int64,) * 7, c_float, c_int)
 _ATTENTION = (
     c_void_p,
@@ -40,7 +41,8 @@ _ATTENTION = (
 def _library() -> ctypes.CDLL | None:
     library = load_library("cpu_ops")
     if library is not None:
-        for function, types in (("linear", _LINEAR), ("gdn", _GDN), ("attention", _ATTENTION)):
+        signatures = {"linear": _LINEAR, "rms_norm": _NORM, "gdn": _GDN, "attention": _ATTENTION}
+        for function, types in signatures.items():
             entry = getattr(library, f"mstar_{function}")
             entry.argtypes = types
             entry.restype = None
@@ -56,6 +58,7 @@ class CpuOps(Ops):
         library = _library()
         assert library is not None, "ask CpuOps.unavailable first"
         self._linear = library.mstar_linear
+        self._rms_norm = library.mstar_rms_norm
         self._gdn = library.mstar_gdn
         self._attention = library.mstar_attention
 
@@ -123,6 +126,15 @@ class CpuOps(Ops):
             x.data_ptr(), rows, x.stride(0), weight.inputs, norm.data_ptr(), eps, weight.data.data_ptr(),
             weight.outputs, weight.data.dtype == torch.bfloat16, x.dtype == torch.bfloat16, _SILU_GATED, None,
             out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x: [rows, dim]. Torch takes 12 us for a row, in six passes; this one."""
+        rows, dim = x.shape
+        out = torch.empty(rows, dim, dtype=x.dtype)
+        self._rms_norm(
+            x.data_ptr(), rows, x.stride(0), dim, weight.data_ptr(), eps, x.dtype == torch.bfloat16, out.data_ptr()
         )  # fmt: skip
         return out
 

@@ -31,7 +31,7 @@ static void attention_head(const attention_args *a, size_t from, const float *no
     vf squares = {0};
     for (int64_t i = 0; i < n; i += VW) {
         vf v = load_as_f32(a->proj, from + i, a->bf16);
-        squares += v * v;
+        squares = vfma(v, v, squares);
     }
     float rms = 1.0f / sqrtf(vsum(squares) / n + a->eps);
     for (int64_t i = 0; i < n; i += VW)

@@ -54,14 +54,14 @@ static void gdn_conv(const gdn_args *a, const void *inputs, size_t from, int64_t
     for (int64_t c = 0; c < n; c += VW) {
         vf sum = {0};
         for (int64_t t = 0; t < width; t++)
-            sum += load_f32(taps + t * n + c) * load_f32(a->conv_w + t * channels + channel + c);
+            sum = vfma(load_f32(taps + t * n + c), load_f32(a->conv_w + t * channels + channel + c), sum);
         store_f32(u + c, vkeep(vsilu(vkeep(sum, a->bf16)), a->bf16));
     }
 }
 
 static void gdn_l2_norm(float *x, int64_t n, float scale) {
     vf squares = {0};
-    for (int64_t i = 0; i < n; i += VW) squares += load_f32(x + i) * load_f32(x + i);
+    for (int64_t i = 0; i < n; i += VW) squares = vfma(load_f32(x + i), load_f32(x + i), squares);
     scale /= sqrtf(vsum(squares) + 1e-6f);
     for (int64_t i = 0; i < n; i += VW) store_f32(x + i, load_f32(x + i) * scale);
 }
@@ -76,13 +76,13 @@ static void gdn_delta(float *S, int64_t key_dim, int64_t value_dim, const float 
         if (vectors == C) {
             for (int64_t i = 0; i < key_dim; i += 2)
                 for (int c = 0; c < C; c++) {
-                    kept[0][c] += k[i] * load_f32(S + i * value_dim + column + c * VW);
-                    kept[1][c] += k[i + 1] * load_f32(S + (i + 1) * value_dim + column + c * VW);
+                    kept[0][c] = vfma(vall(k[i]), load_f32(S + i * value_dim + column + c * VW), kept[0][c]);
+                    kept[1][c] = vfma(vall(k[i + 1]), load_f32(S + (i + 1) * value_dim + column + c * VW), kept[1][c]);
                 }
         } else {
             for (int64_t i = 0; i < key_dim; i++)
                 for (int c = 0; c < vectors; c++)
-                    kept[i & 1][c] += k[i] * load_f32(S + i * value_dim + column + c * VW);
+                    kept[i & 1][c] = vfma(vall(k[i]), load_f32(S + i * value_dim + column + c * VW), kept[i & 1][c]);
         }
         for (int c = 0; c < vectors; c++) {
             d[c] = beta * (load_f32(v + column + c * VW) - decay * (kept[0][c] + kept[1][c]));
@@ -92,17 +92,17 @@ static void gdn_delta(float *S, int64_t key_dim, int64_t value_dim, const float 
             for (int64_t i = 0; i < key_dim; i++)
                 for (int c = 0; c < C; c++) {
                     float *at = S + i * value_dim + column + c * VW;
-                    vf s = decay * load_f32(at) + k[i] * d[c];
+                    vf s = vfma(vall(k[i]), d[c], decay * load_f32(at));
                     store_f32(at, s);
-                    out[c] += q[i] * s;
+                    out[c] = vfma(vall(q[i]), s, out[c]);
                 }
         } else {
             for (int64_t i = 0; i < key_dim; i++)
                 for (int c = 0; c < vectors; c++) {
                     float *at = S + i * value_dim + column + c * VW;
-                    vf s = decay * load_f32(at) + k[i] * d[c];
+                    vf s = vfma(vall(k[i]), d[c], decay * load_f32(at));
                     store_f32(at, s);
-                    out[c] += q[i] * s;
+                    out[c] = vfma(vall(q[i]), s, out[c]);
                 }
         }
         for (int c = 0; c < vectors; c++) store_f32(o + column + c * VW, out[c]);
@@ -116,7 +116,7 @@ static void gdn_gated_norm(const gdn_args *a, const float *o, int64_t row, int64
     vf squares = {0};
     for (int64_t i = 0; i < n; i += VW) {
         vf x = vkeep(load_f32(o + i), bf16);
-        squares += x * x;
+        squares = vfma(x, x, squares);
     }
     float scale = 1.0f / sqrtf(vsum(squares) / n + a->eps);
     int64_t channels = a->key_heads * a->key_dim * 2 + a->value_heads * n;

@@ -35,7 +35,7 @@ static void linear_prologue(void *context, int64_t block) {
             to[k] = k < a->inputs ? load_scalar(a->x, r * a->ldx + k, a->act_bf16) : 0;
         if (!a->norm) continue;
         vf squares = {0};
-        for (int64_t k = 0; k < a->K; k += VW) squares += load_f32(to + k) * load_f32(to + k);
+        for (int64_t k = 0; k < a->K; k += VW) squares = vfma(load_f32(to + k), load_f32(to + k), squares);
         float scale = 1.0f / sqrtf(vsum(squares) / a->inputs + a->eps);
         for (int64_t k = 0; k < a->K; k += VW)
             store_f32(to + k, vkeep(load_f32(to + k) * scale * load_f32(a->norm + k), a->act_bf16));

@@ -2,3 +2,4 @@
 #include "../attention/cpu.h"
 #include "../gdn/cpu.h"
 #include "../linear/cpu.h"
+#include "../norm/cpu.h"

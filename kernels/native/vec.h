@@ -1,10 +1,16 @@
 /* Vectors of float32 in the widest registers that the compiler targets, and the conversions to bf16.
- * Every sum in these files runs over k in order within one lane: results do not depend on the width. */
+ *
+ * Sums of products run over k in order within one lane, by `vfma`. Where it is left to the compiler to fuse a
+ * product and a sum, it may do so in one copy of an inlined loop and not in another (GCC avoids chains of fused
+ * operations for some processors), and a row's bits would depend on how many rows are computed with it. */
 #pragma once
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define VW 16
@@ -21,6 +27,21 @@ typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(VW * 2)));
 typedef uint16_t vh_any __attribute__((vector_size(VW * 2), aligned(2), may_alias));
+
+/* a * b + c, fused on every processor that can; elsewhere two roundings, everywhere alike. */
+INLINE vf vfma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+    for (int i = 0; i < VW; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+INLINE vf vall(float x) { return (vf){0} + x; }
 
 INLINE vf load_f32(const float *p) { return *(const vf_any *)p; }
 INLINE void store_f32(float *p, vf v) { *(vf_any *)p = v; }
@@ -89,15 +110,15 @@ INLINE vf vexp(vf x) {
     x = (vf)((vi)x & ~small) + (vf)((vi)(zero - 87.0f) & small);
     vi large = x > 88.0f;
     x = (vf)((vi)x & ~large) + (vf)((vi)(zero + 88.0f) & large);
-    vf n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    vf p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    vf n = vfma(x, vall(1.44269504088896341f), vall(12582912.0f)) - 12582912.0f;
+    vf r = vfma(n, vall(-0.693359375f), x);
+    r = vfma(n, vall(2.12194440e-4f), r);
+    vf p = vfma(vall(1.9875691500e-4f), r, vall(1.3981999507e-3f));
+    p = vfma(p, r, vall(8.3334519073e-3f));
+    p = vfma(p, r, vall(4.1665795894e-2f));
+    p = vfma(p, r, vall(1.6666665459e-1f));
+    p = vfma(p, r, vall(5.0000001201e-1f));
+    p = vfma(p, r * r, r) + 1.0f;
     vi scale = (__builtin_convertvector(n, vi) + 127) << 23;
     return (vf)((vi)(p * (vf)scale) & ~small);
 }
@@ -123,9 +144,9 @@ INLINE void tile(const int R, const int P, int64_t K, const float *x, size_t ldx
             wv[c] = load_as_f32(w, (size_t)(c / NV) * panel_stride + k * row_stride + (c % NV) * VW, bf16);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            float xv = x[r * ldx + k];
+            vf xv = vall(x[r * ldx + k]);
 #pragma GCC unroll 8
-            for (int c = 0; c < P * NV; c++) acc[r][c] += xv * wv[c];
+            for (int c = 0; c < P * NV; c++) acc[r][c] = vfma(xv, wv[c], acc[r][c]);
         }
     }
 #pragma GCC unroll 8
