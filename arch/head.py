@@ -10,6 +10,7 @@ import torch
 
 from mstar.arch.caches import AttentionCache
 from mstar.arch.layers import AttentionMixer, Layer, Weights, sub_weights, zero_centred
+from mstar.kernels.argmax import argmax_rows
 from mstar.kernels.ops import Ops, Packed
 from mstar.kernels.rows import Rows
 from mstar.loader.config import FULL, ModelConfig
@@ -72,7 +73,7 @@ class MtpHead:
 
     def draft(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest next token of rows that `__call__` returned, ties to the lowest id: [rows] int64."""
-        return self.ops.linear(hidden, self.lm_head, out_f32=True)[:, : self.vocab_size].argmax(1)
+        return argmax_rows(self.ops.linear(hidden, self.lm_head, out_f32=True)[:, : self.vocab_size])
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self.embedding, torch.Tensor):

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from mstar.ranks.argmax import argmax_rows, merged_maxima, shard_maxima
+from mstar.kernels.argmax import argmax_rows
+from mstar.ranks.argmax import merged_maxima, shard_maxima
 from mstar.ranks.collectives import Collective
 from mstar.ranks.executor import Executor, Moves, Ran
 from mstar.ranks.plan import StepPlan

@@ -40,6 +40,16 @@ class Following:
     draws: int = -1  # which of the sequences that draw this is, -1 for none of them
 
 
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    """Tensors that stay the same while the same sequences draft with the same blocks."""
+
+    key: tuple[int, list[int], int]
+    slots: torch.Tensor  # [sequences] int64
+    tables: torch.Tensor  # [sequences, columns] int32
+    cu_rows: torch.Tensor  # [sequences + 1] int64, of one row each
+
+
 class Chain:
     """The head, its KV and what stays the same from step to step."""
 
@@ -47,7 +57,7 @@ class Chain:
         self._head = head
         self.cache = cache
         self._device = device
-        self._tables: tuple[tuple[int, list[int], int], torch.Tensor] | None = None
+        self._steady: _Steady | None = None
 
     def run(
         self,
@@ -64,25 +74,19 @@ class Chain:
         order = sorted(range(len(following)), key=lambda i: -following[i].drafts)
         part = [following[i] for i in order]
         rows = self._rows(part, block_table, tables_version)
-        count = sum(1 for sequence in part if sequence.drafts)
         last = self._head(*self._inputs(part, hidden), self.cache, rows)
         drafts: list[list[int]] = [[] for _ in following]
-        if not count:
-            return drafts
-        rows = self._one_row_each(part, rows)
-        depth = 1
-        while True:
-            last, rows = _first(last, rows, count)
+        tokens = last.new_empty(0, dtype=torch.int64)
+        for depth in range(part[0].drafts):
+            count = sum(sequence.drafts > depth for sequence in part)
+            last = last[:count]
+            if depth:
+                rows = self._one_row_each(rows, count) if depth == 1 else _next_rows(rows, count)
+                last = self._head(tokens[:count], last, self.cache, rows)
             tokens = self._head.draft(last)
             for place, token in enumerate(tokens.tolist()):
                 drafts[order[place]].append(token)
-            count = sum(1 for sequence in part[:count] if sequence.drafts > depth)
-            if not count:
-                return drafts
-            last, rows = _first(last, rows, count)
-            last = self._head(tokens[:count], last, self.cache, rows)
-            rows.starts.add_(1)
-            depth += 1
+        return drafts
 
     def _inputs(self, part: list[Following], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The next tokens and hidden rows of pass 0."""
@@ -100,50 +104,56 @@ class Chain:
         for sequence in part:
             borders.append(borders[-1] + len(sequence.next_ids))
         starts = [sequence.start for sequence in part]
-        slots = [sequence.slot for sequence in part]
         furthest = max(s.start + len(s.next_ids) + max(0, s.drafts - 1) for s in part)
-        index = torch.tensor(slots, device=self._device)
+        steady = self._steady_of([sequence.slot for sequence in part], block_table, furthest, version)
         return Rows(
             sequences=len(part),
             longest=max(len(sequence.next_ids) for sequence in part),
             rows_per_seq=0,
             cu_rows=torch.tensor(borders, device=self._device),
             starts=torch.tensor(starts, device=self._device),
-            slots=index,
-            fresh=index,
-            block_tables=self._tables_of(slots, index, block_table, blocks_for(furthest), version),
+            slots=steady.slots,
+            fresh=steady.slots,
+            block_tables=steady.tables,
             host_cu_rows=tuple(borders),
             host_starts=tuple(starts),
         )
 
-    def _tables_of(
-        self, slots: list[int], index: torch.Tensor, block_table: torch.Tensor, columns: int, version: int
-    ) -> torch.Tensor:
-        """[sequences, columns] int32."""
+    def _one_row_each(self, rows: Rows, count: int) -> Rows:
+        """The rows of the pass after pass 0, of the first sequences."""
+        assert self._steady is not None
+        return Rows(
+            sequences=count,
+            longest=1,
+            rows_per_seq=1,
+            cu_rows=self._steady.cu_rows[: count + 1],
+            starts=rows.starts[:count] + rows.cu_rows[1 : count + 1] - rows.cu_rows[:count],
+            slots=rows.slots[:count],
+            fresh=rows.fresh[:count],
+            block_tables=rows.block_tables[:count],
+        )
+
+    def _steady_of(self, slots: list[int], block_table: torch.Tensor, tokens: int, version: int) -> _Steady:
+        columns = blocks_for(tokens)
         columns = min(-(-columns // _COLUMN_STEP) * _COLUMN_STEP, block_table.shape[1])
         key = (version, slots, columns)
-        if self._tables is None or self._tables[0] != key:
-            self._tables = key, block_table[:, :columns].index_select(0, index)
-        return self._tables[1]
-
-    def _one_row_each(self, part: list[Following], rows: Rows) -> Rows:
-        """The rows of pass 1 of all sequences."""
-        starts = torch.tensor([s.start + len(s.next_ids) for s in part], device=self._device)
-        cu_rows = torch.arange(len(part) + 1, device=self._device)
-        return replace(
-            rows, longest=1, rows_per_seq=1, cu_rows=cu_rows, starts=starts, host_cu_rows=(), host_starts=()
-        )
+        if self._steady is None or self._steady.key != key:
+            index = torch.tensor(slots, device=self._device)
+            cu_rows = torch.arange(len(slots) + 1, device=self._device)
+            self._steady = _Steady(key, index, block_table[:, :columns].index_select(0, index), cu_rows)
+        return self._steady
 
 
 # Block-table columns are read in steps of this (128 tokens): few shapes.
 _COLUMN_STEP = 8
 
 
-def _first(last: torch.Tensor, rows: Rows, count: int) -> tuple[torch.Tensor, Rows]:
-    """The first sequences of one-row sequences."""
+def _next_rows(rows: Rows, count: int) -> Rows:
+    """One position on, of the first sequences."""
+    rows.starts.add_(1)
     if count == rows.sequences:
-        return last, rows
-    return last[:count], replace(
+        return rows
+    return replace(
         rows,
         sequences=count,
         cu_rows=rows.cu_rows[: count + 1],

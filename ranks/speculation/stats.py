@@ -18,8 +18,3 @@ class SpecStats:
             self.drafted[depth] += 1
         for depth in range(accepted):
             self.accepted[depth] += 1
-
-    @property
-    def tau(self) -> float:
-        """Drafts accepted a step; a step gives one token more."""
-        return sum(self.accepted) / self.steps if self.steps else 0.0

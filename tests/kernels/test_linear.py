@@ -36,6 +36,20 @@ def test_linear_matches_float64_for_every_count_of_rows(name, dtype, rows):
 
 @pytest.mark.parametrize("name", ["native", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 64, 65, 200])
+def test_rms_norm_is_the_formula_for_rows_that_lie_apart(name, dtype, rows):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 96).to(dtype)[:, :80]
+    weight = torch.rand(80) + 0.5
+    d = x.double()
+    want = d / (d.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    got = ops_of(name).rms_norm(x, weight, 1e-6)
+    assert got.dtype == dtype and relative(got, want) < BOUND[dtype]
+    assert torch.equal(ops_of(name).rms_norm(x[-1:], weight, 1e-6), got[-1:])
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_residual_and_gate_are_those_of_the_formulas(name, dtype):
     torch.manual_seed(0)
     ops = ops_of(name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstar.ranks.argmax import argmax_rows, merged_maxima, shard_maxima
+from mstar.kernels.argmax import argmax_rows
+from mstar.ranks.argmax import merged_maxima, shard_maxima
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
