@@ -15,17 +15,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from mstar.daemon.client import DaemonError, NoDaemon
 from mstar.loader import LoadError, resolve
-from mstar.scripts.arms import PLAIN, Arm, ArmError, parse_arms
+from mstar.scripts.arms import PLAIN, ArmError
+from mstar.scripts.check_cells import (
+    WIDTH,
+    Cell,
+    CellResult,
+    CheckError,
+    cell_flags,
+    cells_of,
+    check_loaded,
+    print_cells,
+    tally,
+    verdict_of,
+)
 from mstar.scripts.check_client import Answer, ask_all
 from mstar.scripts.check_prompts import LONG, CheckPrompt, long_prompts, short_prompts
 from mstar.scripts.near_ties import Difference, allowed_gap, difference, first_difference
@@ -33,28 +43,6 @@ from mstar.scripts.offline_model import OfflineModel
 from mstar.scripts.planted import planted_acceptance, planted_note
 from mstar.scripts.serving_daemon import launched_daemon
 from mstar.scripts.serving_load import BenchError
-
-WIDTH = 120
-
-
-@dataclass(slots=True)
-class CellResult:
-    """One arm at one tp against the reference."""
-
-    arm: str
-    tp: int
-    prompts: int
-    tokens: int
-    steps: int
-    accepted: int
-    equal: int = 0
-    near_ties: int = 0
-    divergences: int = 0
-    details: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def tau(self) -> float:
-        return self.accepted / self.steps if self.steps else 0.0
 
 
 @click.command()
@@ -89,23 +77,18 @@ def main(
     """Checks that greedy text does not depend on speculation or tp. Flags after `--` go to the daemons."""
     progress = Console(stderr=True)
     try:
+        cells = cells_of(arms, tps)
         path = resolve(model)
         prompts = short_prompts(path, prompt_count, seed)
         prompts += long_prompts(path, long_count, long_tokens, seed)
         check = Check(model, dtype, prompts, max_tokens, concurrency, daemon_flags)
         check.ask_reference()
-        cells = [
-            (arm, tp)
-            for tp in map(int, tps.split(","))
-            for arm in parse_arms(arms)
-            if (arm, tp) != (PLAIN, 1)
-        ]
         results = []
-        for arm, tp in cells:
-            progress.print(f"{arm.name} at tp {tp}", highlight=False)
-            results.append(check.run_cell(arm, tp))
+        for cell in cells:
+            progress.print(f"{cell[0].name} at tp {cell[1]}", highlight=False)
+            results.append(check.run_cell(cell))
         check.judge(results)
-    except (ArmError, BenchError, DaemonError, LoadError, NoDaemon, ValueError) as error:
+    except (ArmError, BenchError, CheckError, DaemonError, LoadError, NoDaemon, ValueError) as error:
         raise click.ClickException(f"{error}") from error
     report = check.report(results, strict, planted_acceptance(path))
     print_report(report, Console() if sys.stdout.isatty() else Console(width=WIDTH))
@@ -144,44 +127,27 @@ class Check:
 
     def ask_reference(self) -> None:
         """Plain decoding on one rank: with and without logprobs, which must not change a token."""
-        with launched_daemon(self.model, self._flags(PLAIN, 1)) as (link, self.loaded):
+        with launched_daemon(self.model, self._flags((PLAIN, 1))) as (link, self.loaded):
             self.reference = ask_all(link.address, self.requests, self.concurrency)
             self._scored = ask_all(link.address, _scored(self.requests), self.concurrency)
         for index, (plain, scored) in enumerate(zip(self.reference, self._scored, strict=True)):
             if plain.outcome != scored.outcome:
-                raise ValueError(f"prompt {index}: plain decoding on one rank gives two answers")
+                raise CheckError(f"prompt {index}: plain decoding on one rank gives two answers")
 
-    def run_cell(self, arm: Arm, tp: int) -> CellResult:
+    def run_cell(self, cell: Cell) -> CellResult:
         """Asks a cell; answers that differ wait for `judge`."""
-        with launched_daemon(self.model, self._flags(arm, tp)) as (link, loaded):
-            if arm.drafts and loaded["spec"]["k"] != arm.drafts:
-                raise ValueError(
-                    f"{arm.name} at tp {tp} loaded k {loaded['spec']['k']}: {loaded['spec']['reason']}"
-                )
+        with launched_daemon(self.model, self._flags(cell)) as (link, loaded):
+            check_loaded(cell, loaded)
             answers = ask_all(link.address, self.requests, self.concurrency)
-            differ = [
-                index
-                for index, answer in enumerate(answers)
-                if answer.outcome != self.reference[index].outcome
-            ]
+            result, differ = tally(cell, answers, self.reference)
             again = ask_all(link.address, _scored([self.requests[i] for i in differ]), self.concurrency)
-        result = CellResult(
-            arm.name,
-            tp,
-            len(answers),
-            sum(len(answer.ids) for answer in answers),
-            sum(answer.steps for answer in answers),
-            sum(answer.accepted for answer in answers),
-            equal=len(answers) - len(differ),
-        )
         for index, scored in zip(differ, again, strict=True):
             place = first_difference(answers[index].ids, self.reference[index].ids)
             if place is None or scored.ids[: place + 1] != answers[index].ids[: place + 1]:
                 why = (
                     "equal ids, other text or reason" if place is None else "another answer when asked again"
                 )
-                result.divergences += 1
-                result.details.append({"prompt": index, "index": place, "verdict": "divergence", "why": why})
+                result.add({"prompt": index, "index": place, "verdict": "divergence", "why": why})
                 continue
             mine, theirs = (
                 run.entries[place][1] if place < len(run.entries) else []
@@ -204,9 +170,7 @@ class Check:
                 tops[key] = float(offline.next_logits(ids).max())
             allowed = allowed_gap(dtype, tops.get(key, 0.0))
             near = parted.gap is not None and parted.gap <= allowed
-            result.near_ties += near
-            result.divergences += not near
-            result.details.append(
+            result.add(
                 {
                     "prompt": prompt,
                     "kind": self.prompts[prompt].kind,
@@ -221,7 +185,6 @@ class Check:
         self._parted.clear()
 
     def report(self, results: Sequence[CellResult], strict: bool, planted: float | None) -> dict[str, Any]:
-        failed = sum(cell.divergences + (cell.near_ties if strict else 0) for cell in results)
         return {
             "schema": 1,
             "check": "greedy",
@@ -232,26 +195,12 @@ class Check:
             "device": self.loaded["device"],
             "prompts": [{"kind": prompt.kind, "tokens": len(prompt.ids)} for prompt in self.prompts],
             "strict": strict,
-            "verdict": "pass" if results and not failed else "fail",
-            "cells": [
-                {
-                    "arm": cell.arm,
-                    "tp": cell.tp,
-                    "prompts": cell.prompts,
-                    "tokens": cell.tokens,
-                    "equal": cell.equal,
-                    "near_ties": cell.near_ties,
-                    "divergences": cell.divergences,
-                    "tau": cell.tau,
-                    "tokens_per_step": cell.tau + 1,
-                    "details": cell.details,
-                }
-                for cell in results
-            ],
+            "verdict": verdict_of(results, strict),
+            "cells": [cell.as_row() for cell in results],
         }
 
-    def _flags(self, arm: Arm, tp: int) -> list[str]:
-        return ["--tp", str(tp), "--dtype", self.dtype, *arm.daemon_flags, *self.daemon_flags]
+    def _flags(self, cell: Cell) -> list[str]:
+        return cell_flags(cell, self.dtype, self.daemon_flags)
 
 
 def _scored(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -260,21 +209,11 @@ def _scored(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     lengths = [prompt["tokens"] for prompt in report["prompts"]]
-    table = Table(
-        title=f"greedy against plain at tp 1: {report['model']} ({report['fingerprint'][:12]}), "
-        f"{report['dtype']}, {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens"
-        f"{planted_note(report['planted'])}"
+    title = (
+        f"greedy against plain at tp 1: {report['model']} ({report['fingerprint'][:12]}), {report['dtype']}, "
+        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens{planted_note(report['planted'])}"
     )
-    table.add_column("arm")
-    for column in ("tp", "prompts", "tokens", "equal", "near-ties", "divergences", "tau", "tokens a step"):
-        table.add_column(column, justify="right")
-    for cell in report["cells"]:
-        counts = (cell[name] for name in ("tp", "prompts", "tokens", "equal", "near_ties", "divergences"))
-        table.add_row(cell["arm"], *map(str, counts), f"{cell['tau']:.2f}", f"{cell['tokens_per_step']:.2f}")
-    console.print(table)
-    for cell in report["cells"]:
-        for detail in cell["details"]:
-            console.print(f"{cell['arm']} at tp {cell['tp']}: {detail}", highlight=False)
+    print_cells(title, report["cells"], console)
     console.print(f"verdict: {report['verdict']}", highlight=False)
 
 
