@@ -21,7 +21,7 @@ static void norm_task(void *context, int64_t task) {
         vf squares = {0};
         for (int64_t k = 0; k < a->dim; k += VW) {
             vf v = load_as_f32(a->x, r * a->ldx + k, a->bf16);
-            squares += v * v;
+            squares = vfma(v, v, squares);
         }
         float scale = 1.0f / sqrtf(vsum(squares) / a->dim + a->eps);
         for (int64_t k = 0; k < a->dim; k += VW)

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from mesh import WAIT_S, Mesh
 
 from mstar.ranks import messages as m
+from tests.ranks.mesh import WAIT_S, Mesh
 
 PROMPTS = {1: [5], 2: list(range(100, 165)), 3: [7, 8, 9] * 50, 4: [11, 12]}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "seed": 42, "repetition_penalty": 1.1, "logprobs": 1}
