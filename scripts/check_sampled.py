@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ class Check:
                 answers = ask_all(
                     link.address, [{**request, "seed": seed} for seed in range(draws)], CHI_CONCURRENCY
                 )
-                counts: Counter[Hashable] = Counter(tuple(answer.ids[:length]) for answer in answers)
+                counts = Counter(tuple(answer.ids[:length]) for answer in answers)
                 test = chi_square(counts, self._expected(prompt, sampling, length))
                 tests.append(
                     {
@@ -200,9 +200,8 @@ class Check:
                 )
         return tests
 
-    def _expected(self, prompt: list[int], sampling: Sampling, length: int) -> dict[Hashable, float]:
+    def _expected(self, prompt: list[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
         """Exact probabilities of the first `length` tokens."""
-        found: dict[Hashable, float] = {}
         reached: dict[tuple[int, ...], float] = {(): 1.0}
         for _ in range(length):
             longer: dict[tuple[int, ...], float] = {}
@@ -212,8 +211,7 @@ class Check:
                 for token in each.nonzero().flatten().tolist():
                     longer[(*before, token)] = chance * float(each[token])
             reached = longer
-        found.update(reached)
-        return found
+        return reached
 
     def _judge(self, index: int, answer: Answer) -> dict[str, Any]:
         """What the difference between an answer and the reference's is."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+Outcome = TypeVar("Outcome", bound=Hashable)
 LEAST_EXPECTED = 5.0  # of a bin; rarer outcomes share one
 
 
@@ -22,7 +24,7 @@ class ChiSquare:
     impossible: int
 
 
-def chi_square(counts: Counter[Hashable], probabilities: Mapping[Hashable, float]) -> ChiSquare:
+def chi_square(counts: Counter[Outcome], probabilities: Mapping[Outcome, float]) -> ChiSquare:
     """Tests `counts` of draws against `probabilities`, which add up to 1."""
     draws = sum(counts.values())
     bins: list[tuple[float, int]] = []
