@@ -259,7 +259,8 @@ def _fill(value: torch.Tensor, generator: torch.Generator, scale: float) -> torc
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    # a CPU generator takes 32 bits of a seed
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def _dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:

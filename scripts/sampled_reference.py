@@ -79,15 +79,19 @@ def is_near_tie(
 ) -> bool:
     """Whether both tokens could be drawn here by runs whose scaled logits differ by `allowed` at most.
 
-    Both must be kept by filters that are wider by it, and no token that narrower filters keep may have a noised
-    value above theirs by more than it.
+    Both must be in reach of the filters, and whatever has a noised value above theirs by more than that must be
+    in reach of being filtered out.
     """
-    least = least_kept(scaled, sampling)
-    ids = torch.arange(scaled.shape[0])[None]
-    noise = gumbel_at(torch.tensor([seed]), torch.tensor([position]), ids)[0].double()
-    noised = scaled + noise
-    surely = scaled >= least + allowed
-    best = float(noised[surely].max()) if bool(surely.any()) else float("-inf")
-    return all(
-        float(scaled[token]) >= least - allowed and float(noised[token]) >= best - allowed for token in tokens
+    noise = gumbel_at(torch.tensor([seed]), torch.tensor([position]), torch.arange(scaled.shape[0])[None])
+    noised = scaled + noise[0].double()
+    better = (noised > float(noised[list(tokens)].min()) + allowed).nonzero().flatten().tolist()
+    return all(_kept(scaled, sampling, token, -allowed) for token in tokens) and not any(
+        _kept(scaled, sampling, token, allowed) for token in better if _kept(scaled, sampling, token, 0.0)
     )
+
+
+def _kept(scaled: torch.Tensor, sampling: Sampling, token: int, others: float) -> bool:
+    """Whether filters keep a token when all others' scaled logits are higher by `others`."""
+    values = scaled + others
+    values[token] = scaled[token]
+    return float(values[token]) >= least_kept(values, sampling)
