@@ -128,6 +128,21 @@ def test_kv_is_what_all_sequences_want_or_what_is_free() -> None:
         sizes(1000)
 
 
+def test_drafts_cost_windows_on_every_rank_and_the_heads_kv_on_rank_0() -> None:
+    plain, ample = sizes(2**40), sizes(2**40, drafts=3)
+    assert (ample.kv_blocks, ample.kv_bytes) == (plain.kv_blocks, plain.kv_bytes)
+    assert ample.state_bytes > plain.state_bytes and ample.workspace_bytes > plain.workspace_bytes
+    # one layer beside the trunk's two with attention
+    assert (plain.head_kv_bytes, ample.head_kv_bytes) == (0, ample.kv_bytes // 2)
+    fixed = ample.state_bytes + ample.workspace_bytes
+    block = ample.kv_bytes // ample.kv_blocks
+    budget = fixed + 150 * block
+    assert sizes(budget, drafts=3).kv_blocks == 100
+    # rank 0 may have more left than the least, or the least of all
+    assert sizes(budget, drafts=3, leader_budget_bytes=budget + 45 * block).kv_blocks == 130
+    assert sizes(budget, drafts=3, leader_budget_bytes=budget + 90 * block).kv_blocks == 150
+
+
 def test_host_memory_is_split_over_ranks() -> None:
     available = memory.available_host_bytes()
     assert 0 < available < 2**50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from mstar.arch.caches import AttentionCache
 from mstar.arch.head import MtpHead
 from mstar.arch.trunk import Trunk
+from mstar.kernels.cpu import CpuOps
 from mstar.loader import resolve
 from mstar.loader.checkpoint import load_shard
 from mstar.loader.head import load_head
@@ -274,3 +276,20 @@ def test_the_head_is_fed_the_hidden_after_the_final_norm() -> None:
     normed *= 1 + torch.linspace(-0.8, 3.0, config.hidden_size).double()
     assert fed[0].shape == inner[0].shape
     assert torch.allclose(fed[0].double(), normed, rtol=1e-5, atol=1e-5)
+
+
+def test_the_torch_reference_of_the_operations_speculates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU without kernels of ours runs: prompts, ragged windows and the chain, in chunks and batches."""
+    native = tiny()  # before the reference is asked for
+    monkeypatch.setattr(CpuOps, "unavailable", staticmethod(lambda *_: "asked for the reference"))
+    path, config = resolve("builtin:tiny"), native.config
+    with torch.inference_mode():
+        weights = load_shard(path, config, 0, 1, "fp32")
+        trunk = Trunk(config, weights, dtype=torch.float32, device=CPU, collective=SoloCollective())
+        head = MtpHead(config, load_head(path, config, "fp32"), trunk.ops, trunk.embedding, trunk.lm_head)
+    assert trunk.ops.name == "torch"
+    reference = replace(native, trunk=trunk, head=head)
+    given = {1: (tiny().chat("Count from 3 to 40."), {"max_tokens": 16}), 2: ([7] * 70, {"max_tokens": 12})}
+    bench = reference.bench(drafts=3, prefill_budget=64, mixed_budget=64)
+    assert answers(bench, given) == answers(reference.bench(), given)
+    assert sum(bench.stats().spec_accepted) > 0
