@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 # Before anything is seen: a draft is accepted so often after an accepted one, with the weight of so many steps.
-PRIOR_RATE, PRIOR_STEPS = 0.8, 24.0
+PRIOR_RATE, PRIOR_STEPS = 0.9, 12.0
+# Depths that are not drafted now drift at this weight a step to what the depth before them makes likely, so that a
+# load which lowered k on a bad stretch raises it again.
+UNSEEN = 0.5
 # Steps are forgotten at this rate: the last 400 or so count.
 DECAY = 0.9975
 # The load's k stays in force until another one is this much faster: estimates are a few per cent off.
@@ -75,8 +78,11 @@ class Policy:
         return self.in_force
 
     def starts(self) -> bool:
-        """Whether a new request speculates: not while plain decode is faster, but for a try now and then."""
-        if self.in_force or not self.k:
+        """Whether a new request speculates: not while plain decode is faster for a request alone, but for a try.
+
+        That a large batch decodes plainly is no reason: it may shrink, and who does not start stays plain.
+        """
+        if self._best(1) or not self.k:
             return True
         self._plain_requests += 1
         if self._plain_requests <= PLAIN_REQUESTS:
@@ -87,11 +93,16 @@ class Policy:
 
     def count(self, drafted: int, accepted: int) -> None:
         """Learns from one request's step."""
-        for depth in range(drafted):
-            self._steps[depth] *= DECAY
-            self._reached[depth] *= DECAY
-            self._steps[depth] += 1
-            self._reached[depth] += accepted > depth
+        steps, reached = self._steps, self._reached
+        for depth in range(self.k if drafted else 0):
+            steps[depth] *= DECAY
+            reached[depth] *= DECAY
+            if depth < drafted:
+                steps[depth] += 1
+                reached[depth] += accepted > depth
+            else:
+                steps[depth] += UNSEEN
+                reached[depth] += UNSEEN * PRIOR_RATE * reached[depth - 1] / steps[depth - 1]
 
     def gives_up(self, steps: int, drafted: int, accepted: int) -> bool:
         """Whether a request whose last steps came to these totals should decode plainly from now on."""

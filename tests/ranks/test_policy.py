@@ -62,8 +62,14 @@ def test_one_request_with_good_acceptance_keeps_the_loads_k() -> None:
 @pytest.mark.parametrize("sequences", (1, 4, 16))
 def test_low_acceptance_ends_in_plain_decode_soon(sequences: int) -> None:
     seen = run(Policy(3, COSTS), 0.05, 200, sequences)
-    assert seen.index(0) <= 100
+    assert seen.index(0) <= 64
     assert set(seen[-50:]) == {0}
+
+
+def test_a_bad_stretch_lowers_k_and_a_good_one_raises_it_again() -> None:
+    policy = Policy(3, Costs({1: {0: 1.1, 1: 1.2, 2: 1.4, 3: 1.6}}))
+    assert run(policy, 0.3, 600)[-1] == 1
+    assert run(policy, 0.95, 600)[-1] == 3
 
 
 def test_a_batch_that_computes_lowers_k_and_one_request_raises_it_again() -> None:
@@ -81,6 +87,13 @@ def test_after_some_plain_requests_the_load_tries_again_and_keeps_what_works() -
     assert tries == [False] * PLAIN_REQUESTS + [True]
     assert set(run(policy, 0.95, 300)) == {3}
     assert policy.starts()
+
+
+def test_a_large_batch_keeps_nobody_from_starting() -> None:
+    policy = Policy(3, Costs({1: {0: 1.1, 3: 2.2}, 8: {0: 1.1, 3: 5.0}}))
+    assert run(policy, 0.9, 50, 8)[-1] == 0
+    assert all(policy.starts() for _ in range(20))
+    assert set(run(policy, 0.95, 100)) == {3}
 
 
 def test_a_request_whose_drafts_fail_gives_up_and_others_go_on() -> None:
