@@ -18,12 +18,14 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 42, "repetition_penalty": 1
 
 
 def serve(mesh: Mesh) -> tuple[dict[int, list[int]], list[m.TokenRun]]:
-    """Greedy, sampled and plain requests at once; the ids of each and all runs."""
+    """One request alone, then greedy, sampled and plain ones at once; the ids of each and all runs."""
+    mesh.submit(9, tiny().chat("Count from 3 to 40."), max_tokens=40)
+    alone = mesh.finish({9})
     for request_id, question in enumerate(questions(6), 1):
         fields = SAMPLED if request_id % 3 == 0 else {}
         fields = fields | ({"spec_k": 0} if request_id == 5 else {})
         mesh.submit(request_id, tiny().chat(question), max_tokens=30, **fields)
-    tokens = mesh.finish(set(range(1, 7)))
+    tokens = alone | mesh.finish(set(range(1, 7)))
     stats = mesh.stats()
     assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
     if mesh.spec.spec_k:
