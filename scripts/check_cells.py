@@ -110,9 +110,10 @@ def tally(cell: Cell, answers: Sequence[Answer], reference: Sequence[Answer]) ->
 
 
 def verdict_of(cells: Sequence[CellResult], strict: bool) -> str:
-    """ "pass" without divergences, and with `strict` without near-ties."""
-    failed = sum(cell.divergences + (cell.near_ties if strict else 0) for cell in cells)
-    return "pass" if cells and not failed else "fail"
+    """ "fail" for a divergence, and with `strict` for a near-tie; "inconclusive" where a cell checked little."""
+    if not cells or any(cell.divergences or (strict and cell.near_ties) for cell in cells):
+        return "fail"
+    return "inconclusive" if any(cell.thin for cell in cells) else "pass"
 
 
 def print_cells(title: str, rows: Sequence[dict[str, Any]], console: Console) -> None:

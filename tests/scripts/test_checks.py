@@ -12,7 +12,7 @@ from mstar.loader import resolve
 from mstar.ranks.messages import SamplingParams
 from mstar.ranks.sampler import Sampler
 from mstar.scripts import check_long, check_prompts
-from mstar.scripts.arms import ArmError, parse_arms
+from mstar.scripts.arms import PLAIN, ArmError, parse_arms
 from mstar.scripts.check_cells import cells_of, tally, verdict_of
 from mstar.scripts.check_client import Answer
 from mstar.scripts.check_sampled import SETTINGS
@@ -80,6 +80,16 @@ def test_cells_count_differences_and_say_when_little_was_checked():
     result.add({"verdict": "divergence"})
     assert verdict_of([result], strict=False) == "fail"
     assert verdict_of([], strict=False) == "fail"
+
+
+def test_a_cell_whose_policy_drafted_little_is_no_pass():
+    (cell,) = cells_of("mtp3", "1")
+    answers = [Answer([1, 2], "ab", "stop", steps=4, drafted=1)]
+    result, differ = tally(cell, answers, answers)
+    assert differ == [] and result.thin
+    assert verdict_of([result], strict=False) == "inconclusive"
+    plain, _ = tally((PLAIN, 2), [Answer([1], "a", "stop")], [Answer([1], "a", "stop")])
+    assert verdict_of([plain], strict=False) == "pass"
 
 
 def sampler_draws(logits, sampling, prompt, output, seeds):
