@@ -105,7 +105,7 @@ static const void *attention_block(const attention_args *a, const void *cache, c
 static float attention_softmax(float *scores, int64_t keys, int64_t visible, float *maximum, float *rescale) {
     float peak = *maximum;
     for (int64_t j = visible < 0 ? 0 : visible; j < keys; j++) scores[j] = -INFINITY;
-    vf high = (vf){0} + peak;
+    vf high = vall(peak);
     for (int64_t j = 0; j < keys; j += VW) {
         vf x = load_f32(scores + j);
         vi more = x > high;
@@ -115,7 +115,7 @@ static float attention_softmax(float *scores, int64_t keys, int64_t visible, flo
     *rescale = peak == -INFINITY ? 1.0f : expf(*maximum - peak);
     *maximum = peak;
     vf total = {0};
-    vf shift = (vf){0} + (peak == -INFINITY ? 0.0f : peak);
+    vf shift = vall(peak == -INFINITY ? 0.0f : peak);
     for (int64_t j = 0; j < keys; j += VW) {
         vf weight = vexp(load_f32(scores + j) - shift);
         store_f32(scores + j, weight);

@@ -41,7 +41,8 @@ INLINE vf vfma(vf a, vf b, vf c) {
     return a * b + c;
 #endif
 }
-INLINE vf vall(float x) { return (vf){0} + x; }
+/* x in every lane: a difference, because x - 0 is x to the compiler, and 0 + x is not (x may be -0). */
+INLINE vf vall(float x) { return x - (vf){0}; }
 
 INLINE vf load_f32(const float *p) { return *(const vf_any *)p; }
 INLINE void store_f32(float *p, vf v) { *(vf_any *)p = v; }
