@@ -207,6 +207,7 @@ class ModelHost:
             run_dir="",  # the mesh makes it
             heartbeat_s=settings.heartbeat_s,
             spec_k=checked.policy.k,
+            spec_fixed=settings.mtp_fixed,
         )
         progress = _Progress(request.id, on_progress)
 

@@ -33,6 +33,7 @@ class LoadSpec:
     run_dir: str  # directory of this load's ipc sockets, mode 0700
     heartbeat_s: float = 1.0
     spec_k: int = 0  # drafts a step that the MTP head makes; 0: no speculation, and no head is read
+    spec_fixed: bool = False  # k stays as loaded, whatever it costs: for checks and comparisons
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,10 +34,13 @@ TIMED_LIMIT_S = 1.0
 Progress = Callable[[str, int, int, str], None]
 
 
-def warm_up(limits: Limits, sampler: Sampler, leader: Leader, progress: Progress) -> tuple[int, Costs]:
+def warm_up(
+    limits: Limits, sampler: Sampler, leader: Leader, progress: Progress, costs: bool = True
+) -> tuple[int, Costs]:
     """Runs greedy and sampled requests through schedulers that are thrown away.
 
-    Returns the next plan's number, and of a load that speculates what its steps cost.
+    Returns the next plan's number, and of a load that speculates what its steps cost; without `costs` none are
+    measured, and its k stays in force.
     """
     prompt = [0] * max(1, min(PROMPT_TOKENS, limits.max_seq - TOKENS))
     scheduler = Scheduler(limits, sampler)
@@ -51,7 +54,7 @@ def warm_up(limits: Limits, sampler: Sampler, leader: Leader, progress: Progress
             pass
     progress("warmup", len(ROUNDS), len(ROUNDS), "steps")
     number = scheduler.next_number
-    if not limits.drafts:
+    if not limits.drafts or not costs:
         return number, Costs()
     return _measure(limits, sampler, leader, number)
 

@@ -105,7 +105,7 @@ class Rank:
             leader = Leader(backend, sampler, shard.chain(setup))
             limits = self._limits(sizes)
 
-            number, costs = warm_up(limits, sampler, leader, self._progress)
+            number, costs = warm_up(limits, sampler, leader, self._progress, costs=not self.spec.spec_fixed)
             policy = Policy(limits.drafts, costs)
             engine = Engine(Scheduler(limits, sampler, number, policy), leader, self._events.send)
             self._events.send(self._ready(shard, sizes))

@@ -77,7 +77,8 @@ def cells_of(arms: str, tps: str) -> list[Cell]:
 def cell_flags(cell: Cell, dtype: str, daemon_flags: Sequence[str]) -> list[str]:
     """What a cell's daemon is started with."""
     arm, tp = cell
-    return ["--tp", str(tp), "--dtype", dtype, *arm.daemon_flags, *daemon_flags]
+    fixed = ["--mtp-fixed"] if arm.drafts else []  # a cell that stops drafting checks nothing
+    return ["--tp", str(tp), "--dtype", dtype, *arm.daemon_flags, *fixed, *daemon_flags]
 
 
 def check_loaded(cell: Cell, loaded: dict[str, Any]) -> None:

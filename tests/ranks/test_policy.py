@@ -136,3 +136,14 @@ def test_stats_count_by_depth() -> None:
     for drafted, accepted in ((3, 2), (3, 0), (1, 1), (0, 0)):
         stats.count(drafted, accepted)
     assert (stats.steps, stats.drafted, stats.accepted) == (4, [3, 2, 2], [2, 1, 0])
+
+
+def test_a_load_with_a_fixed_k_measures_nothing_and_keeps_it() -> None:
+    bench = checking(wrong_of=1)  # every draft is wrong: any measured policy would lower k
+    _, costs = warm_up(bench.scheduler.limits, bench.sampler, bench.leader, lambda *_: None, costs=False)
+    policy = Policy(bench.scheduler.limits.drafts, costs)
+    for _ in range(200):
+        policy.count(drafted=policy.k, accepted=0)
+        assert policy.plan(16) == policy.k
+    assert policy.starts()
+    assert not policy.gives_up(32, 32 * policy.k, 0)
