@@ -39,7 +39,7 @@ class Settings(BaseModel):
     memory_fraction: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9
     mtp: Literal["off", "on", "auto"] = "auto"
     mtp_k: Annotated[int, Field(ge=1, le=8)] = 3
-    mtp_fixed: bool = False  # k is never lowered: for checks and comparisons, which must draft to say anything
+    mtp_fixed: bool = False  # k is never lowered: a check that stops drafting says nothing
 
     # Faces
     bind: str = DEFAULT_BIND  # "off", too
