@@ -21,12 +21,12 @@ class LoadError(Exception):
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, cut to 80 characters."""
+    """A value as an error message shows it: its repr, cut to 300 characters: a path's end tells most."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in itself
         text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def listed(names: list[str], limit: int = 100) -> str:
