@@ -52,14 +52,15 @@ def test_sums_are_right_the_same_bits_on_every_rank_and_ranks_stay_in_step(
 
 
 def test_killed_rank_ends_the_others_wait_by_the_bound(tmp_path: Path) -> None:
-    processes = spawn("forever", "shm", 3, tmp_path, timeout_s=0.5)
+    # the bound holds for their first meeting too, and interpreters with torch start seconds apart on a busy machine
+    processes = spawn("forever", "shm", 3, tmp_path, timeout_s=8)
     assert processes[1].stdout is not None
     assert processes[1].stdout.readline() == "met\n"
     processes[1].send_signal(signal.SIGKILL)
     for rank in (0, 2):
         out, err = processes[rank].communicate(timeout=60)
         assert processes[rank].returncode == 0, err
-        assert f"rank {rank} waited 0.5 s for rank" in out
+        assert f"rank {rank} waited 8 s for rank" in out
     processes[1].communicate()
 
 
