@@ -64,28 +64,6 @@ static void attention_prepare(const attention_args *a, int64_t sequence, int64_t
     }
 }
 
-INLINE void attention_tile(int R, int64_t K, const float *x, size_t ldx, const void *w, size_t stride, int bf16,
-                           float *out, size_t ldo, int accumulate) {
-    switch (R) {
-        case 1: tile(1, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
-        case 2: tile(2, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
-        case 3: tile(3, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
-        case 4: tile(4, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
-        case 5: tile(5, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
-        default: tile(6, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate);
-    }
-}
-
-/* out[M][16] (+)= x[M][K] times 16 columns of w, in runs of rows that fit the registers. */
-static void attention_product(int64_t M, int64_t K, const float *x, size_t ldx, const void *w, size_t stride,
-                              int bf16, float *out, size_t ldo, int accumulate) {
-    for (int64_t m = 0; m < M; m += TILE_ROWS) {
-        int R = M - m < TILE_ROWS ? (int)(M - m) : TILE_ROWS;
-        if (bf16) attention_tile(R, K, x + m * ldx, ldx, w, stride, 1, out + m * ldo, ldo, accumulate);
-        else attention_tile(R, K, x + m * ldx, ldx, w, stride, 0, out + m * ldo, ldo, accumulate);
-    }
-}
-
 /* A block's tile, in float32 where several passes will read it. The next one is asked for on the way: blocks
  * lie anywhere, and a tile ends before the processor has seen where a run of reads goes. */
 static const void *attention_block(const attention_args *a, const void *cache, const int32_t *table, int64_t index,
@@ -145,7 +123,7 @@ static void attention_rows(const attention_args *a, int64_t sequence, int64_t kv
         int64_t span = seen - key < SPAN ? (seen - key + PANEL - 1) / PANEL * PANEL : SPAN;
         for (int64_t j = 0; j < span; j += PANEL) {
             const void *w = attention_block(a, a->k_cache, table, (key + j) / PANEL, blocks, kv, convert, block);
-            attention_product(M, n, x, n, w, PANEL, read_bf16, scores + j, SPAN, 0);
+            product(M, n, x, n, w, PANEL, read_bf16, scores + j, SPAN, 0);
         }
         for (int64_t m = 0; m < M; m++) {
             float rescale;
@@ -159,7 +137,7 @@ static void attention_rows(const attention_args *a, int64_t sequence, int64_t kv
             const void *w = attention_block(a, a->v_cache, table, (key + j) / PANEL, blocks, kv, convert, block);
             size_t item = read_bf16 ? 2 : 4;
             for (int64_t c = 0; c < n; c += PANEL)
-                attention_product(M, PANEL, scores + j, SPAN, (const char *)w + c * item, n, read_bf16, o + c, n, 1);
+                product(M, PANEL, scores + j, SPAN, (const char *)w + c * item, n, read_bf16, o + c, n, 1);
         }
     }
     for (int64_t m = 0; m < M; m++) {

@@ -64,18 +64,6 @@ INLINE void linear_tile(int R, const linear_args *a, const float *x, const void 
 #undef AT
 }
 
-static void linear_rows_tile(int64_t R, int64_t K, const float *x, size_t ldx, const float *w, float *out,
-                             int accumulate) {
-    switch (R) {
-        case 1: tile(1, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
-        case 2: tile(2, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
-        case 3: tile(3, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
-        case 4: tile(4, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
-        case 5: tile(5, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate); break;
-        default: tile(6, 1, K, x, ldx, w, 0, PANEL, 0, out, QUAD * PANEL, accumulate);
-    }
-}
-
 static void linear_store(const linear_args *a, int64_t row, int64_t column, const float *acc) {
     const int bf16 = a->act_bf16;
     const int gated = a->epilogue == SILU_GATED; /* panels alternate: gate, up */
@@ -120,9 +108,8 @@ static void linear_block(const linear_args *a, int64_t begin, int64_t end, const
                 for (int64_t i = 0; i < n * PANEL; i += VW) store_f32(panel + i, load_as_f32(w, at + i, 1));
                 rows = panel;
             }
-            for (int64_t r = begin; r < end; r += TILE_ROWS)
-                linear_rows_tile(end - r, n, a->rows_f32 + r * a->K + k, a->K, rows,
-                                 acc + (r - begin) * QUAD * PANEL + p * PANEL, k > 0);
+            product(end - begin, n, a->rows_f32 + begin * a->K + k, a->K, rows, PANEL, 0, acc + p * PANEL,
+                    QUAD * PANEL, k > 0);
         }
 }
 

@@ -160,3 +160,25 @@ INLINE void tile(const int R, const int P, int64_t K, const float *x, size_t ldx
 }
 
 #define TILE_ROWS 6 /* 6 rows of 2 vectors: 12 of AVX2's 16 registers accumulate */
+
+INLINE void tile_rows(int R, int64_t K, const float *x, size_t ldx, const void *w, size_t stride, const int bf16,
+                      float *out, size_t ldo, int accumulate) {
+    switch (R) {
+        case 1: tile(1, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
+        case 2: tile(2, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
+        case 3: tile(3, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
+        case 4: tile(4, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
+        case 5: tile(5, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate); break;
+        default: tile(6, 1, K, x, ldx, w, 0, stride, bf16, out, ldo, accumulate);
+    }
+}
+
+/* out[M][16] (+)= x[M][K] times 16 columns of w, in runs of rows that fit the registers. */
+static void product(int64_t M, int64_t K, const float *x, size_t ldx, const void *w, size_t stride, int bf16,
+                    float *out, size_t ldo, int accumulate) {
+    for (int64_t m = 0; m < M; m += TILE_ROWS) {
+        int R = M - m < TILE_ROWS ? (int)(M - m) : TILE_ROWS;
+        if (bf16) tile_rows(R, K, x + m * ldx, ldx, w, stride, 1, out + m * ldo, ldo, accumulate);
+        else tile_rows(R, K, x + m * ldx, ldx, w, stride, 0, out + m * ldo, ldo, accumulate);
+    }
+}
