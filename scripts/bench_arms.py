@@ -83,8 +83,10 @@ def _run_cell(
     workload, concurrency = point
     with launched_daemon(model, [*arm.daemon_flags, *daemon_flags]) as (link, results.loaded):
         vocab, count = results.loaded["vocab"], plan.requests(concurrency)
-        serve(link, make_requests(workload, concurrency, vocab, plan.seed - 1), concurrency)
-        requests = make_requests(workload, count, vocab, plan.seed)
+        fields = arm.request_fields
+        warming = make_requests(workload, concurrency, vocab, plan.seed - 1)
+        serve(link, [request | fields for request in warming], concurrency)
+        requests = [request | fields for request in make_requests(workload, count, vocab, plan.seed)]
         runs = [serve(link, requests, concurrency) for _ in range(plan.passes)]
         return runs, int(results.loaded["spec"]["k"])
 

@@ -99,7 +99,10 @@ class Plan:
 @click.option("--seed", default=0, show_default=True, help="Of the prompts.")
 @click.option("--connect", metavar="ADDRESS", help="Measure the daemon at this ZeroMQ address.")
 @click.option("--compare", type=click.Choice(["transformers"]), help="Run the same work through this, too.")
-@click.option("--arms", help="Compare plain decode and speculation, as in plain,mtp1,mtp2,mtp3.")
+@click.option(
+    "--arms",
+    help="Compare plain decode and speculation, as in plain,mtp1,mtp3,off3 (off: loaded, the requests decline).",
+)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything to this file.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a PNG.")
 @click.argument("daemon_flags", nargs=-1, type=click.UNPROCESSED)

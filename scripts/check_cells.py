@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mstar.scripts.arms import PLAIN, Arm, parse_arms
+from mstar.scripts.arms import PLAIN, Arm, ArmError, parse_arms
 from mstar.scripts.check_client import Answer
 
 WIDTH = 120  # columns of a table that goes to a file or a pipe
@@ -69,9 +69,11 @@ class CellResult:
 
 def cells_of(arms: str, tps: str) -> list[Cell]:
     """Every arm at every tp but the reference itself. Raises ArmError and ValueError."""
-    return [
-        (arm, tp) for tp in map(int, tps.split(",")) for arm in parse_arms(arms) if (arm, tp) != (PLAIN, 1)
-    ]
+    parsed = parse_arms(arms)
+    declined = [arm.name for arm in parsed if arm.declined]
+    if declined:
+        raise ArmError(f"{', '.join(declined)}: checks hold drafts on, so they take plain and mtp1 to mtp8")
+    return [(arm, tp) for tp in map(int, tps.split(",")) for arm in parsed if (arm, tp) != (PLAIN, 1)]
 
 
 def cell_flags(cell: Cell, dtype: str, daemon_flags: Sequence[str]) -> list[str]:

@@ -28,9 +28,14 @@ def test_arms_have_names_and_daemon_flags():
     plain, three = parse_arms("plain,mtp3")
     assert (plain.name, plain.daemon_flags) == ("plain", ["--mtp", "off"])
     assert (three.name, three.daemon_flags) == ("mtp3", ["--mtp", "on", "--mtp-k", "3"])
-    for text in ("", "mtp", "mtp0", "mtp9", "mtp1,mtp1", "Plain"):
+    (off,) = parse_arms("off3")
+    assert (off.name, off.daemon_flags) == ("off3", three.daemon_flags)
+    assert (off.request_fields, three.request_fields) == ({"spec": {"mtp": "off"}}, {})
+    for text in ("", "mtp", "mtp0", "mtp9", "mtp1,mtp1", "Plain", "off", "off9"):
         with pytest.raises(ArmError):
             parse_arms(text)
+    with pytest.raises(ArmError, match="off3"):
+        cells_of("plain,off3", "1")
 
 
 def test_the_reference_is_no_cell():
