@@ -1,0 +1,94 @@
+"""Compiles the Triton kernels ahead of time, without a GPU: `python -m mstar.kernels.aot --target gfx942`.
+
+A module with kernels lists what it is compiled for in `AOT_CASES`. Compiled is not run: no AMD card was at hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+# Architecture names as users give them, and (backend, architecture, threads of a warp) as Triton's.
+TARGETS: Mapping[str, tuple[str, int | str, int]] = {
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx1100": ("hip", "gfx1100", 32),
+    "gfx1201": ("hip", "gfx1201", 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AotCase:
+    """One specialisation of a kernel.
+
+    signature: argument types by name as Triton writes them ("*bf16", "fp32", "i32", "constexpr").
+    constants: values of the constexpr arguments. pdl: whether a GPU of CUDA launches it as a dependent; the
+    constant PDL is set accordingly, and is false elsewhere.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+    pdl: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def kernel_modules() -> Iterator[str]:
+    """Names of the modules under mstar.kernels that hold Triton kernels."""
+    import mstar.kernels as root
+
+    for info in pkgutil.walk_packages(root.__path__, root.__name__ + "."):
+        if ".gpu." in info.name:
+            yield info.name
+
+
+def compile_case(case: AotCase, target: str) -> Any:
+    """The compiled kernel of Triton for one of TARGETS. Raises Triton's CompilationError."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    backend, arch, warp = TARGETS[target]
+    constants = dict(case.constants)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
+    if "PDL" in case.signature:
+        constants["PDL"] = case.pdl and backend == "cuda"
+        if constants["PDL"]:
+            options["launch_pdl"] = True
+    source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=constants)
+    return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
+
+
+@click.command()
+@click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="All without any.")
+def main(targets: tuple[str, ...]) -> None:
+    """Compiles every kernel for the targets; fails with what did not compile."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise click.ClickException("TRITON_INTERPRET is set: nothing would be compiled")
+    failures = 0
+    compiled = 0
+    for name in kernel_modules():
+        cases: list[AotCase] = getattr(importlib.import_module(name), "AOT_CASES", [])
+        for case in cases:
+            for target in targets or TARGETS:
+                try:
+                    compile_case(case, target)
+                    compiled += 1
+                except Exception as error:
+                    failures += 1
+                    click.echo(f"{name}: {case.kernel.__name__} for {target}: {error}", err=True)
+    click.echo(f"{compiled} compiled, {failures} failed")
+    if failures or not compiled:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

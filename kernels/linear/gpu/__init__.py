@@ -1,0 +1,1 @@
+"""Triton kernels; each has its torch reference beside this folder."""

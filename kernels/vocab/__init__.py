@@ -1,0 +1,1 @@
+"""Operations over the vocabulary: the best id, draws with noise, filters."""
