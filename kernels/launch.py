@@ -16,11 +16,8 @@ def interpreted() -> bool:
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether kernels may start before the one before them ended (programmatic dependent launch, Hopper on).
-
-    MSTAR_PDL=0 turns it off.
-    """
-    if interpreted() or device.type != "cuda" or torch.version.hip or os.environ.get("MSTAR_PDL") == "0":
+    """Whether kernels may start before the one before them ended: programmatic dependent launch, Hopper on."""
+    if interpreted() or device.type != "cuda" or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
