@@ -22,8 +22,9 @@ class Rows:
     starts: torch.Tensor  # [sequences] int64, tokens of the sequence before its first row here
     slots: torch.Tensor  # [sequences] int32, GDN slots
     fresh: torch.Tensor  # [sequences] uint8, 1 where the state starts cleared (first chunk, or a padding row)
-    block_tables: torch.Tensor  # [sequences, blocks] int32
+    block_tables: torch.Tensor  # [sequences, blocks] int32, or all slots' where `table_rows` says which
     pending: torch.Tensor | None = None  # [sequences] int32, accepted rows that the GDN states are behind by
     committed: torch.Tensor | None = None  # [sequences] int64, rows that move the GDN states; None: all
     host_cu_rows: tuple[int, ...] = ()
     host_starts: tuple[int, ...] = ()
+    table_rows: torch.Tensor | None = None  # [sequences] int32, each one's row of block_tables; None: in order
