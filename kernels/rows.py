@@ -27,4 +27,4 @@ class Rows:
     committed: torch.Tensor | None = None  # [sequences] int64, rows that move the GDN states; None: all
     host_cu_rows: tuple[int, ...] = ()
     host_starts: tuple[int, ...] = ()
-    table_rows: torch.Tensor | None = None  # [sequences] int32, each one's row of block_tables; None: in order
+    table_rows: torch.Tensor | None = None  # [sequences] int32, rows of block_tables; None: in order
