@@ -1,16 +1,34 @@
 """Which kernel runs each linear layer of a decode step, by op and size.
 
-A served size is a `GemmKey`, an implementation with its parameters a
-`KernelChoice`. The choice for a size comes from a table measured on the same
-device, or else from the rule of kernels/linear/gpu/candidates.py.
+A served size is a `GemmKey`, an implementation with its parameters a `KernelChoice`. The choice for a size comes
+from the table of the device, kernels/tables/<arch>/<device>/decode_gemm.json, or else from the default rule of
+kernels/linear/gpu/candidates.py. docs/kernels.md says how a table is made and changed.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+
+OP = "decode_gemm"
+TABLES = Path(__file__).parent / "tables"
 # Rows are padded up to one of these; 256 is the most that a decode step has.
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 KINDS = ("plain", "norm", "residual", "gated", "f32")
 DTYPES = ("bf16", "fp16", "fp32")
+
+# In names, gated says that gate and up are one weight: `gated1-`.
+_PREFIXES = {kind: "gated1" if kind == "gated" else kind for kind in KINDS}
+_NAME = re.compile(rf"({'|'.join(_PREFIXES.values())})-r(\d+)-n(\d+)-k(\d+)-({'|'.join(DTYPES)})")
+_MAKERS = re.compile(r"nvidia|amd|instinct|geforce|radeon|graphics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +38,40 @@ class KernelChoice:
     kernel: str
     params: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def name(self) -> str:
+        """One word: the kernel, then its parameters, as in "dot-BLOCK_K256-BLOCK_N16"."""
+        return "-".join([self.kernel, *(f"{param}{value}" for param, value in self.params)])
+
 
 @dataclass(frozen=True, slots=True)
 class GemmKey:
     """One served size of a linear layer."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of KINDS: what is fused around the product
     rows: int  # a row bucket
     n: int  # outputs; a gated weight has 2n rows
     k: int  # inputs
     dtype: str  # of inputs and weight, one of DTYPES
+
+    @property
+    def name(self) -> str:
+        """As tables have it: "norm-r4-n8224-k1024-bf16"."""
+        return f"{_PREFIXES[self.kind]}-r{self.rows}-n{self.n}-k{self.k}-{self.dtype}"
+
+    @classmethod
+    def parse(cls, name: str) -> GemmKey:
+        """The key of a name. Raises ValueError for what is none."""
+        found = _NAME.fullmatch(name)
+        if not found:
+            raise ValueError(f"{name!r} names no size: they look like norm-r4-n8224-k1024-bf16")
+        prefix, rows, n, k, dtype = found.groups()
+        kind = next(kind for kind, written in _PREFIXES.items() if written == prefix)
+        return cls(kind, int(rows), int(n), int(k), dtype)
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return (2 * self.n if self.kind == "gated" else self.n, self.k)
 
 
 def row_bucket(rows: int) -> int | None:
@@ -38,3 +80,138 @@ def row_bucket(rows: int) -> int | None:
         if rows <= bucket:
             return bucket
     return None
+
+
+class Linears(Protocol):
+    """What a table needs of kernels/linear/gpu/candidates.py."""
+
+    def default(self, key: GemmKey) -> KernelChoice:
+        """What runs where no table says otherwise."""
+        ...
+
+    def candidates(self, key: GemmKey) -> list[KernelChoice]:
+        """What is worth timing."""
+        ...
+
+    def launches(self, choice: KernelChoice, key: GemmKey) -> int:
+        """Nodes of a graph that one call makes."""
+        ...
+
+
+def linears() -> Linears:
+    """The candidates that exist here. Raises ImportError where the GPU's kernels cannot be loaded."""
+    return cast(Linears, importlib.import_module("mstar.kernels.linear.gpu.candidates"))
+
+
+class Table:
+    """The choices for one device; `notes` say what of its file was refused, and that there is none."""
+
+    def __init__(
+        self,
+        defaults: Linears,
+        choices: Mapping[GemmKey, KernelChoice] | None = None,
+        notes: tuple[str, ...] = (),
+    ):
+        self.notes = notes
+        self.choices: Mapping[GemmKey, KernelChoice] = dict(choices or {})
+        self._defaults = defaults
+        self._chosen = dict(self.choices)
+
+    def choose(self, key: GemmKey) -> KernelChoice:
+        """The table's choice, or the default of a size that it does not have."""
+        choice = self._chosen.get(key)
+        if choice is None:
+            choice = self._chosen[key] = self._defaults.default(key)
+        return choice
+
+
+def device_name(device: torch.device) -> tuple[str, str]:
+    """Architecture and model of a GPU as folders of tables are called: ("sm_90", "h200")."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = str(properties.gcnArchName).split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    return arch, device_slug(properties.name)
+
+
+def device_slug(marketing: str) -> str:
+    """h200 of "NVIDIA H200": the makers' words left out, others kept, as they tell memories apart."""
+    return "-".join(re.findall(r"[a-z0-9]+", _MAKERS.sub(" ", marketing.lower()))) or "unknown"
+
+
+def stack() -> dict[str, str]:
+    """What times depend on beside the device: torch and Triton, major and minor."""
+    import torch
+    import triton
+
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {name: ".".join(str(version).split(".")[:2]) for name, version in versions.items()}
+
+
+def table_path(arch: str, device: str, root: Path = TABLES) -> Path:
+    return root / arch / device / f"{OP}.json"
+
+
+def table_for(device: torch.device) -> Table:
+    """The table of a GPU on the stack that runs."""
+    return read_table(table_path(*device_name(device)), stack(), linears())
+
+
+def read_table(path: Path, running: Mapping[str, str], defaults: Linears) -> Table:
+    """The table in `path`. Nothing in it can fail a load: what does not fit is refused with a note.
+
+    running: the stack, as `stack` gives it; a table tuned on another one is refused as a whole.
+    """
+    where = f"{OP} table {path.parent.parent.name}/{path.parent.name}"
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return Table(defaults, notes=(f"{where}: there is none, so defaults run",))
+    except OSError as error:
+        return Table(defaults, notes=(f"{where}: cannot be read ({error}), so defaults run",))
+    try:
+        written = json.loads(text)
+        tuned, entries = dict(written["stack"]), dict(written["entries"])
+    except (ValueError, KeyError, TypeError) as error:
+        return Table(defaults, notes=(f"{where}: not a table ({error!r}), so defaults run",))
+    if tuned != dict(running):
+        note = f"{where}: tuned on {_versions(tuned)}, and this is {_versions(running)}, so defaults run"
+        return Table(defaults, notes=(note,))
+    choices: dict[GemmKey, KernelChoice] = {}
+    refused: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        try:
+            key = GemmKey.parse(name)
+            choices[key] = _read_choice(key, entry, defaults)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = str(error) if isinstance(error, ValueError) else f"not an entry ({error!r})"
+            refused.setdefault(reason, []).append(name)
+    return Table(defaults, choices, tuple(_note(where, reason, names) for reason, names in refused.items()))
+
+
+def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> KernelChoice:
+    """Raises ValueError that says why an entry is refused."""
+    chosen = entry["choice"]
+    if chosen not in entry["candidates"]:
+        raise ValueError(f"the choice {chosen!r} is not among the candidates")
+    candidate = entry["candidates"][chosen]
+    if "error" in candidate:
+        raise ValueError(f"the choice {chosen!r} failed when it was measured")
+    params = {str(param): int(value) for param, value in candidate["params"].items()}
+    choice = KernelChoice(str(candidate["kernel"]), tuple(sorted(params.items())))
+    known = {defaults.default(key).kernel, *(other.kernel for other in defaults.candidates(key))}
+    if choice.kernel not in known:
+        raise ValueError(f"no kernel {choice.kernel!r} here for such a size")
+    return choice
+
+
+def _note(where: str, reason: str, names: list[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{where}: {names[0]}{others}: {reason}, so the default runs"
+
+
+def _versions(stack: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(stack.items())) or "an unknown stack"
