@@ -1,0 +1,73 @@
+"""Compiles candidates into Triton's cache in several processes: one takes about a second, and there are hundreds."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+
+from mstar.kernels.registry import GemmKey, KernelChoice
+
+Job = tuple[GemmKey, KernelChoice]
+
+# A process whose context is lost fails at everything after: only its first failure says something.
+_lost = False
+
+
+def fatal(error: Exception) -> bool:
+    """Whether an error leaves the process's CUDA context unusable."""
+    text = str(error).lower()
+    return any(
+        word in text for word in ("illegal memory", "illegal instruction", "misaligned", "unspecified launch")
+    )
+
+
+class CompilePool:
+    """`failures` says of each job that failed why."""
+
+    def __init__(self, workers: int):
+        # the parent has a CUDA context, which a fork would break
+        self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        self.failures: dict[Job, str] = {}
+
+    def compile(self, jobs: list[Job], seconds: float) -> None:
+        """Runs each job once; returns when all are done, or in about that many seconds."""
+        end = time.monotonic() + seconds
+        try:
+            futures: dict[Future[str], Job] = {self._pool.submit(run_once, *job): job for job in jobs}
+        except BrokenProcessPool:  # from now on candidates are compiled where they are measured
+            return
+        done, missed = wait(futures, timeout=max(0.0, end - time.monotonic()))
+        for future in missed:
+            future.cancel()
+        for future in done:
+            broken = future.exception()  # a process that died
+            if broken is None and future.result():
+                self.failures[futures[future]] = future.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_once(key: GemmKey, choice: KernelChoice) -> str:
+    """One call on whatever is in memory; why it failed, or nothing."""
+    global _lost
+    if _lost:
+        return ""
+    import torch
+
+    from mstar.kernels.bench.parity import TORCH_DTYPES, make_inputs
+    from mstar.kernels.linear.gpu.run import run_linear
+
+    device = torch.device("cuda")
+    try:
+        inputs = make_inputs(key, device, torch.Generator(device))
+        weight = torch.empty(key.weight_shape, dtype=TORCH_DTYPES[key.dtype], device=device)
+        inputs.run(run_linear, choice, weight)
+        torch.cuda.synchronize()
+    except Exception as error:  # of any kind: the bench records it
+        _lost = fatal(error)
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return ""
