@@ -13,7 +13,7 @@ READY := .venv/.ready
 FOLDERS := daemon ranks loader arch kernels scripts
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 
-.PHONY: demo test lint bench setup clean
+.PHONY: demo test lint aot bench setup clean
 
 demo: setup
 	@$(BIN)/python -m mstar.scripts.demo
@@ -25,6 +25,10 @@ lint: setup
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@MYPYPATH=.typecheck $(BIN)/mypy --strict --no-error-summary -p mstar
+
+# Compiled, not run: needs no GPU. `make test` does sm_90 and gfx942.
+aot: setup
+	@$(BIN)/python -m mstar.kernels.aot
 
 bench: setup
 	@$(BIN)/python -m mstar.scripts.bench_serving

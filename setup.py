@@ -7,5 +7,8 @@ FOLDERS = ("daemon", "ranks", "loader", "arch", "kernels", "scripts")
 setup(
     packages=[f"mstar.{folder}" for folder in FOLDERS]
     + [f"mstar.{folder}.{package}" for folder in FOLDERS for package in find_packages(folder)],
-    package_data={"": ["py.typed", "*.c", "*.h", "*.json", "*.safetensors", "*.md", "*.jinja"]},
+    package_data={
+        "": ["py.typed", "*.c", "*.h", "*.json", "*.safetensors", "*.md", "*.jinja"],
+        "mstar.kernels": ["tables/*/*/*.json"],  # folders named after devices, not packages
+    },
 )
