@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 
 import torch
@@ -31,6 +33,9 @@ _CPU_CHUNK = 2**14
 _GPU_CHUNK = 2**22
 
 _Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Noise = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+_NoiseAt = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_Kernels = tuple[_Noise, _NoiseAt]
 
 
 def philox4x32(counter: _Words, key: tuple[torch.Tensor, torch.Tensor]) -> _Words:
@@ -61,6 +66,8 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> tor
     seeds: [rows] int64, the 64 bits of each row's seed. positions: [rows] int64.
     Returns [rows, vocab_size] float32 on the seeds' device.
     """
+    if (kernels := _triton(seeds)) is not None:
+        return kernels[0](seeds, positions, vocab_size)
     native = _native(seeds)
     if native is None:
         return _to_gumbel(words(seeds, positions, vocab_size))
@@ -76,6 +83,8 @@ def gumbel_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Ten
 
     seeds, positions: [rows] int64. token_ids: [rows, n] int64. Returns [rows, n] float32.
     """
+    if (kernels := _triton(seeds)) is not None:
+        return kernels[1](seeds, positions, token_ids)
     native = _native(seeds)
     if native is None:
         return _to_gumbel(words_at(seeds, positions, token_ids))
@@ -113,6 +122,20 @@ def _philox_words(seeds: torch.Tensor, positions: torch.Tensor, group: torch.Ten
     constant = torch.full_like(positions, _TOKEN_NOISE)
     counter = (group, positions & _MASK, (positions >> 32) & _MASK, constant)
     return philox4x32(counter, (seeds & _MASK, (seeds >> 32) & _MASK))
+
+
+def _triton(seeds: torch.Tensor) -> _Kernels | None:
+    """`gumbel` and `gumbel_at` in one launch on a GPU: the torch words take some 130, 10 ms a row at 248,320 ids."""
+    return _gpu_kernels() if seeds.device.type == "cuda" else None
+
+
+@functools.cache
+def _gpu_kernels() -> _Kernels | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from mstar.kernels.vocab.gpu.noise import gumbel_at_gpu, gumbel_gpu
+
+    return gumbel_gpu, gumbel_at_gpu
 
 
 def _native(seeds: torch.Tensor) -> ctypes.CDLL | None:
