@@ -167,7 +167,7 @@ def read_table(path: Path, running: Mapping[str, str], defaults: Linears) -> Tab
     """
     where = f"{OP} table {path.parent.parent.name}/{path.parent.name}"
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except FileNotFoundError:
         return Table(defaults, notes=(f"{where}: there is none, so defaults run",))
     except OSError as error:

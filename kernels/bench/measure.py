@@ -47,7 +47,7 @@ class GpuRig:
     def compile(self, jobs: list[tuple[GemmKey, KernelChoice]], seconds: float) -> None:
         """Compiles into Triton's cache, many at once; what fails there is not tried again."""
         if self.pool is not None:
-            self.pool.compile(jobs, seconds)
+            self.pool.compile([job for job in jobs if not job[1].kernel.startswith("cublas")], seconds)
 
     def prepare(self, key: GemmKey, choice: KernelChoice) -> Pass:
         """Raises Mismatch, what the kernel raises, or DeviceLost."""
