@@ -7,13 +7,12 @@ kernels/linear/gpu/candidates.py. docs/kernels.md says how a table is made and c
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +99,9 @@ class Linears(Protocol):
 
 def linears() -> Linears:
     """The candidates that exist here. Raises ImportError where the GPU's kernels cannot be loaded."""
-    return cast(Linears, importlib.import_module("mstar.kernels.linear.gpu.candidates"))
+    from mstar.kernels.linear.gpu import candidates  # imports Triton, and this module
+
+    return candidates
 
 
 class Table:

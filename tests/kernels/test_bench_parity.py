@@ -17,7 +17,7 @@ from mstar.kernels.bench.parity import (
     same_bytes,
 )
 from mstar.kernels.linear import gated_linear, linear
-from mstar.kernels.registry import DTYPES, KINDS, GemmKey, KernelChoice
+from mstar.kernels.registry import DTYPES, KINDS, GemmKey, KernelChoice, linears
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,21 @@ def test_the_torch_reference_passes_for_every_kind(kind, dtype):
     key, inputs, weight, out = made(kind, dtype)
     assert EPS > 0 and inputs.x.dtype == TORCH_DTYPES[dtype]
     check(key, out, reference(inputs, weight), "eager")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's; tests/gpu has the GPU's")
+@pytest.mark.parametrize("rows, dtype", [(2, "fp16"), (8, "fp32")])  # it cuts bf16 off instead of rounding
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_kernels_pass_in_the_interpreter(kind, rows, dtype):
+    pytest.importorskip("triton")
+    from mstar.kernels.linear.gpu.run import run_linear
+
+    key = GemmKey(kind, rows, 32, 512, dtype)
+    generator = torch.Generator().manual_seed(rows)
+    inputs, weight = make_inputs(key, CPU, generator), make_weight(key, CPU, generator)
+    choice = linears().default(key)
+    assert choice.kernel != "cublas"
+    check(key, inputs.run(run_linear, choice, weight), reference(inputs, weight), "eager")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
