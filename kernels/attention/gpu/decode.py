@@ -1,0 +1,184 @@
+"""Attention of a few rows a sequence over its paged keys, split over programs by keys."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.attention.gpu.reduce import reduce_segments
+from mstar.kernels.attention.gpu.walk import gated, keys_a_segment, walk_keys
+from mstar.kernels.attention.weights import AttentionWeights
+from mstar.kernels.launch import interpreted, launch_options
+from mstar.kernels.rows import Rows
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    """How a call is cut: keys a tile and a segment's least, programs wanted a multiprocessor, and Triton's options."""
+
+    block_n: int = 32
+    least_keys: int = 64
+    programs: int = 2
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs fill the device once; 4 in the interpreter, so that tests see several segments."""
+    return 4 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def default_choice(dtype: torch.dtype, block_m: int) -> DecodeChoice:
+    """Float32 tiles take twice the shared memory, and their dots are scalar products: smaller and fewer in flight."""
+    if dtype == torch.float32:
+        return DecodeChoice(block_n=16, num_stages=2, num_warps=4 if block_m <= 16 else 8)
+    return DecodeChoice(num_warps=4 if block_m <= 32 else 8)
+
+
+def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
+    """Segments of the grid for `programs` pairs of a sequence and KV head, none longer than `most_keys` keys."""
+    wanted = -(-choice.programs * multiprocessors(device) // programs)
+    return max(1, min(wanted, -(-most_keys // choice.least_keys)))
+
+
+def attend_decode(
+    q: torch.Tensor,
+    proj: torch.Tensor,
+    weights: AttentionWeights,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: Rows,
+    last_only: bool = False,
+    choice: DecodeChoice | None = None,
+) -> torch.Tensor:
+    """Attention and gate of `rows.rows_per_seq` rows a sequence, or of each sequence's last row with last_only.
+
+    q: [rows, q_heads, head_dim] of `qkv_norm_rope_cache`, which also wrote these rows' keys; proj: its input, for
+    the gates. With last_only the part may be prefill. How many keys a sequence has is read on the device: the grid
+    depends on shapes alone. Returns [rows, q_heads * head_dim], or [sequences, ...], in the model dtype.
+    """
+    dim, heads, device = weights.head_dim, weights.q_heads, proj.device
+    per_seq = 1 if last_only else rows.rows_per_seq
+    count = rows.sequences * per_seq
+    group = heads // weights.kv_heads
+    block_m = max(16, triton.next_power_of_2(group * per_seq))
+    choice = choice or default_choice(proj.dtype, block_m)
+    most_keys = rows.block_tables.shape[1] * k_cache.shape[-1]
+    cut = segments(choice, rows.sequences * weights.kv_heads, most_keys, device)
+    out = torch.empty(count, heads * dim, dtype=proj.dtype, device=device)
+    parts = torch.empty(count * heads * cut if cut > 1 else 0, dim, dtype=torch.float32, device=device)
+    sums = torch.empty(parts.shape[0], dtype=torch.float32, device=device)
+    table_rows = rows.starts if rows.table_rows is None else rows.table_rows
+    _attend_decode[(cut, weights.kv_heads, rows.sequences)](
+        q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums,
+        rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
+        table_rows, dim**-0.5 * LOG2_E,
+        GROUP=group, KV_HEADS=weights.kv_heads, DIM=dim, BLOCK_SIZE=k_cache.shape[-1], ROWS=per_seq,
+        LAST_ONLY=last_only, TABLE_ROWS=rows.table_rows is not None, SEGMENTS=cut, LEAST=choice.least_keys,
+        BLOCK_M=block_m, BLOCK_N=choice.block_n, WIDE=interpreted() or proj.dtype == torch.float32,
+        num_warps=choice.num_warps, num_stages=choice.num_stages, **launch_options(device),
+    )  # fmt: skip
+    if cut > 1:
+        reduce_segments(
+            out, parts, sums, proj, rows, heads, per_seq, cut, choice.least_keys, most_keys, last_only
+        )
+    return out
+
+
+@triton.jit
+def _attend_decode(
+    q, proj, proj_stride, k_cache, v_cache, out, parts, sums,
+    cu_rows, starts, tables, table_stride, columns, table_rows, score_scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr, SEGMENTS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a segment of keys, KV head and sequence: all its rows and the q heads of the group at once.
+
+    Writes the result to `out` if there is one segment, else to parts [rows, q_heads, SEGMENTS, DIM] and the
+    logarithm (base 2) of its weights' sum to sums [rows, q_heads, SEGMENTS].
+    """
+    segment = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # there are no weights to read before
+    start = tl.load(starts + sequence)
+    if LAST_ONLY:
+        border = tl.load(cu_rows + sequence + 1)
+        row0 = tl.maximum(border - 1, 0)
+        start += border - 1 - tl.load(cu_rows + sequence)
+    else:
+        row0 = sequence * ROWS
+    keys = tl.minimum(start + ROWS, columns * BLOCK_SIZE).to(tl.int32)
+    share = keys_a_segment(keys, SEGMENTS, LEAST)
+    begin = segment * share
+    end = tl.minimum(begin + share, keys)
+    # the first one always runs: it is what a single segment writes, and what the reduction reads of no keys
+    if begin < end or segment == 0:
+        table = tl.load(table_rows + sequence).to(tl.int64) if TABLE_ROWS else sequence
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, DIM)
+        row = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        used = m < ROWS * GROUP
+        at = (row0 + row) * (KV_HEADS * GROUP) + head
+        tile = tl.load(q + at[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
+        acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        acc, top, total = walk_keys(
+            tile, acc, top, total, start.to(tl.int32) + row,
+            k_cache + kv_head * (DIM * BLOCK_SIZE), v_cache + kv_head * (DIM * BLOCK_SIZE),
+            tables + table * table_stride, begin, end, score_scale,
+            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, True, WIDE,
+        )  # fmt: skip
+        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a row may see no key of this segment
+        to = (sequence * ROWS + row) * (KV_HEADS * GROUP) + head
+        if SEGMENTS == 1:
+            gate_at = proj + (row0 + row) * proj_stride + head * (2 * DIM) + DIM
+            gate = tl.load(gate_at[:, None] + d[None, :], mask=used[:, None], other=0.0)
+            result = gated(acc, gate, out.dtype.element_ty)
+            tl.store(out + to[:, None] * DIM + d[None, :], result, mask=used[:, None])
+        else:
+            to = to * SEGMENTS + segment
+            tl.store(parts + to[:, None] * DIM + d[None, :], acc, mask=used[:, None])
+            tl.store(sums + to, tl.log2(total) + top, mask=used)
+
+
+def _case(dim: int, group: int, rows: int, segments: int, last_only: bool = False) -> AotCase:
+    signature = dict.fromkeys(("q", "proj", "k_cache", "v_cache", "out"), "*bf16")
+    signature |= {"parts": "*fp32", "sums": "*fp32", "cu_rows": "*i64", "starts": "*i64"}
+    signature |= {"tables": "*i32", "table_rows": "*i32", "score_scale": "fp32"}
+    signature |= dict.fromkeys(("proj_stride", "table_stride", "columns"), "i32")
+    block_m = max(16, triton.next_power_of_2(group * rows))
+    choice = default_choice(torch.bfloat16, block_m)
+    constants = {
+        "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only,
+        "TABLE_ROWS": not last_only, "SEGMENTS": segments, "LEAST": choice.least_keys, "BLOCK_M": block_m,
+        "BLOCK_N": choice.block_n, "WIDE": False,
+    }  # fmt: skip
+    signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
+    return AotCase(
+        _attend_decode,
+        signature,
+        constants,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        pdl=True,
+    )
+
+
+AOT_CASES = [
+    _case(256, 4, 1, 132), _case(256, 4, 4, 132), _case(256, 6, 4, 33), _case(256, 6, 9, 33), _case(64, 4, 1, 1),
+    _case(64, 4, 4, 8), _case(256, 4, 1, 66, last_only=True),
+]  # fmt: skip
