@@ -43,6 +43,7 @@ class GpuRig:
         self.pool = CompilePool(workers) if workers else None
         self.seed = seed
         self.size: _Size | None = None
+        self.stream = torch.cuda.Stream(device)
 
     def compile(self, jobs: list[tuple[GemmKey, KernelChoice]], seconds: float) -> None:
         """Compiles into Triton's cache, many at once; what fails there is not tried again."""
@@ -77,12 +78,16 @@ class GpuRig:
         inputs, weights, key = size.inputs, size.weights, size.key
         size.draw(first=True)
         check(key, inputs.run(self.run_linear, choice, weights[0]), size.expected, "eager")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = [
-                inputs.run(self.run_linear, choice, weights[call % len(weights)])
-                for call in range(size.calls)
-            ]
+        graph, outs = torch.cuda.CUDAGraph(), []
+        torch.cuda.synchronize()
+        # not torch.cuda.graph: it empties the allocator's cache each time, and there are over a thousand captures
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin()
+            try:
+                for call in range(size.calls):
+                    outs.append(inputs.run(self.run_linear, choice, weights[call % len(weights)]))
+            finally:
+                graph.capture_end()
         # other inputs than those of the capture, and nothing of the last run left to pass for a result
         size.draw(first=False)
         eager = inputs.run(self.run_linear, choice, weights[0])

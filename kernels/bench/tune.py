@@ -110,9 +110,11 @@ def tune(
     while left and clock() < end:
         job = left[0]
         if job.key.rows != compiled:
-            compiled = job.key.rows
+            compiled, started = job.key.rows, clock()
             same = dict.fromkeys(other.key for other in left if other.key.rows == compiled)
-            rig.compile([(key, choice) for key in same for choice in linears.candidates(key)], end - clock())
+            pairs = [(key, choice) for key in same for choice in linears.candidates(key)]
+            rig.compile(pairs, end - started)
+            say(f"rows {compiled}: {len(pairs)} candidates, compiled in {clock() - started:.1f} s")
             if clock() >= end:
                 break
         left.pop(0)
