@@ -67,6 +67,8 @@ def run_once(key: GemmKey, choice: KernelChoice) -> str:
         inputs.run(run_linear, choice, weight)
         torch.cuda.synchronize()
     except Exception as error:  # of any kind: the bench records it
+        if isinstance(error, torch.OutOfMemoryError):  # of the neighbours' making: it is tried again alone
+            return ""
         _lost = fatal(error)
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
