@@ -33,6 +33,10 @@ class GdnCache:
     conv: [slots, width - 1, conv_channels] model dtype, the last inputs of the causal conv, oldest first.
     window: [slots, drafts, conv_channels + 2 * value_heads] model dtype, the inputs (Q|K|V before the conv, b, a)
        of the latest step's draft rows: those that were accepted are replayed by the next step.
+
+    Where operations keep rings (`Ops.ring`, the Triton kernels), position p is at index p % ring_rows instead:
+    conv: [slots, ring_rows, conv_channels], window: [slots, ring_rows, 2 * value_heads] (b, a; no rows in a load
+    without drafts). A new position never takes the place of one that another program of the launch still reads.
     """
 
     state: torch.Tensor
@@ -51,8 +55,30 @@ class CacheSizes:
     slot_bytes: int
 
 
+def ring_rows(width: int, drafts: int) -> int:
+    """Positions that a step may read or write: the conv's taps, accepted drafts, the new token and its drafts."""
+    return 1 << (2 * drafts + width - 1).bit_length()
+
+
+def _window_shapes(
+    config: ModelConfig, tp_size: int, drafts: int, ring: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a slot's `conv` and `window`."""
+    local, width = config.local(tp_size), config.linear_conv_kernel_dim
+    gates = 2 * local.linear_value_heads
+    if ring:
+        rows = ring_rows(width, drafts)
+        return (rows, local.conv_channels), (rows if drafts else 0, gates)
+    return (width - 1, local.conv_channels), (drafts, local.conv_channels + gates)
+
+
 def cache_sizes(
-    config: ModelConfig, tp_size: int, dtype: torch.dtype, block_size: int, drafts: int = 0
+    config: ModelConfig,
+    tp_size: int,
+    dtype: torch.dtype,
+    block_size: int,
+    drafts: int = 0,
+    ring: bool = False,
 ) -> CacheSizes:
     """What a block and a slot cost on each rank of a mesh of `tp_size`; drafts: the most rows of a window."""
     local = config.local(tp_size)
@@ -61,9 +87,8 @@ def cache_sizes(
     item = dtype.itemsize
     block = full * 2 * local.kv_heads * config.head_dim * block_size * item
     state = local.linear_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
-    conv = (config.linear_conv_kernel_dim - 1) * local.conv_channels * item
-    window = drafts * (local.conv_channels + 2 * local.linear_value_heads) * item
-    return CacheSizes(block_bytes=block, slot_bytes=linear * (state + conv + window))
+    windows = sum(rows * columns * item for rows, columns in _window_shapes(config, tp_size, drafts, ring))
+    return CacheSizes(block_bytes=block, slot_bytes=linear * (state + windows))
 
 
 def head_block_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
@@ -90,9 +115,14 @@ def allocate_caches(
     dtype: torch.dtype,
     device: torch.device,
     drafts: int = 0,
+    ring: bool = False,
 ) -> list[LayerCache]:
-    """Zeroed caches of every layer in order. `blocks` and `slots` count the sinks; drafts: the most a step checks."""
+    """Zeroed caches of every layer in order. `blocks` and `slots` count the sinks; drafts: the most a step checks.
+
+    ring: whether the operations keep rings, see `GdnCache`.
+    """
     local = config.local(tp_size)
+    conv_shape, window_shape = _window_shapes(config, tp_size, drafts, ring)
     caches: list[LayerCache] = []
     for kind in config.layer_types:
         if kind == "full_attention":
@@ -108,9 +138,7 @@ def allocate_caches(
                 config.linear_value_head_dim,
             )
             state = torch.zeros(state_shape, dtype=torch.float32, device=device)
-            width = config.linear_conv_kernel_dim - 1
-            conv = torch.zeros(slots, width, local.conv_channels, dtype=dtype, device=device)
-            channels = local.conv_channels + 2 * local.linear_value_heads
-            window = torch.zeros(slots, drafts, channels, dtype=dtype, device=device)
+            conv = torch.zeros(slots, *conv_shape, dtype=dtype, device=device)
+            window = torch.zeros(slots, *window_shape, dtype=dtype, device=device)
             caches.append(GdnCache(state, conv, window))
     return caches

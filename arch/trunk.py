@@ -13,6 +13,8 @@ from mstar.arch.layers import Layer, Weights, sub_weights, zero_centred
 from mstar.arch.parallel import Mesh
 from mstar.kernels.ops import select_ops
 from mstar.kernels.rows import Rows
+from mstar.kernels.staging import staged
+from mstar.kernels.step import StepRegisters
 from mstar.loader.config import ModelConfig
 
 
@@ -74,7 +76,7 @@ class Trunk:
         if counts is None or max(counts) == 1:
             borders, longest, committed = self._one_row_each(seqs), 1, None
         else:
-            borders = torch.tensor((0, *itertools.accumulate(counts)), dtype=torch.int64, device=self.device)
+            borders = staged((0, *itertools.accumulate(counts)), torch.int64, self.device)
             longest, committed = max(counts), self._ones(seqs)
         rows = Rows(
             sequences=seqs,
@@ -90,6 +92,43 @@ class Trunk:
         )
         x = self._run(inputs.token_ids, rows, caches)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def step(
+        self,
+        slots: torch.Tensor,
+        registers: StepRegisters,
+        block_table: torch.Tensor,
+        caches: list[LayerCache],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`decode` of one row a sequence from registers alone, fit for capture: nothing of it is read by the host.
+
+        slots: [seqs] int32, padded with 0; block_table: [slots, blocks] int32, of all slots.
+        Returns rows after the final norm, [seqs, hidden], and where each row stands, [seqs] int64.
+        """
+        seqs = slots.shape[0]
+        x, starts, fresh = self.ops.begin_step(
+            slots, registers, self.embedding, self.vocab_start, self.vocab_local
+        )
+        if self.mesh.size > 1:
+            x = self.mesh.all_reduce(x)
+        # kernels find a sequence's row of the table themselves; references want the rows in order
+        by_slot = self.ops.uniform
+        tables = block_table if by_slot else block_table.index_select(0, slots.long())
+        rows = Rows(
+            sequences=seqs,
+            longest=1,
+            rows_per_seq=1,
+            cu_rows=self._one_row_each(seqs),
+            starts=starts,
+            slots=slots,
+            fresh=fresh,
+            block_tables=tables,
+            pending=None if registers.pending is None else registers.pending.index_select(0, slots),
+            table_rows=slots if by_slot else None,
+        )
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, cache, rows, self.mesh)
+        return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps), starts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's part of the vocabulary: [rows, vocab_local] float32; ids past the vocabulary are -inf."""
@@ -112,17 +151,13 @@ class Trunk:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.mesh.size == 1:
-            return self._rows_of_embedding(token_ids)
-        local = token_ids - self.vocab_start
-        absent = (local < 0) | (local >= self.vocab_local)
-        x = self._rows_of_embedding(local.masked_fill(absent, 0))
+            if isinstance(self.embedding, torch.Tensor):
+                return self.embedding[token_ids]
+            return self.ops.unpacked_rows(self.embedding, token_ids)
         # one rank holds the row, the others add zeros: exact in any dtype
-        return self.mesh.all_reduce(x.masked_fill_(absent[:, None], 0))
-
-    def _rows_of_embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.embedding, torch.Tensor):
-            return self.embedding[ids]
-        return self.ops.unpacked_rows(self.embedding, ids)
+        return self.mesh.all_reduce(
+            self.ops.embed(token_ids, self.embedding, self.vocab_start, self.vocab_local)
+        )
 
     @functools.cache  # noqa: B019 - a trunk lives as long as its process
     def _one_row_each(self, seqs: int) -> torch.Tensor:
@@ -135,16 +170,15 @@ class Trunk:
 
 def prefill_rows(inputs: PrefillInputs, device: torch.device) -> Rows:
     """How the rows of chunks belong to sequences."""
-    borders = torch.tensor(inputs.cu_rows, dtype=torch.int64)
-    starts = torch.tensor(inputs.starts, dtype=torch.int64)
+    starts = staged(inputs.starts, torch.int64, device)
     return Rows(
         sequences=len(inputs.starts),
-        longest=int((borders[1:] - borders[:-1]).max()),
+        longest=max(end - start for start, end in itertools.pairwise(inputs.cu_rows)),
         rows_per_seq=0,
-        cu_rows=borders.to(device),
-        starts=starts.to(device),
+        cu_rows=staged(inputs.cu_rows, torch.int64, device),
+        starts=starts,
         slots=inputs.slots,
-        fresh=(starts == 0).to(torch.uint8).to(device),
+        fresh=(starts == 0).to(torch.uint8),
         block_tables=inputs.block_tables,
         host_cu_rows=inputs.cu_rows,
         host_starts=inputs.starts,

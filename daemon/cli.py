@@ -35,6 +35,7 @@ from mstar.daemon.settings import Settings, SettingsError, load_settings
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[info]")
 @click.option("--drain-s", type=float, metavar="S", help="What runs may finish so long at the end [10].")
 @click.option("--lease-s", type=float, metavar="S", help="A silent ZeroMQ client is gone after [30].")
+@click.option("--eager", is_flag=True, default=None, help="GPU: run steps without captured graphs.")
 @click.option("--mtp-fixed", is_flag=True, default=None, hidden=True)
 @click.option("--heartbeat-s", type=float, hidden=True)
 @click.option("--heartbeat-lost-s", type=float, hidden=True)

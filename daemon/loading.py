@@ -208,6 +208,7 @@ class ModelHost:
             heartbeat_s=settings.heartbeat_s,
             spec_k=checked.policy.k,
             spec_fixed=settings.mtp_fixed,
+            eager=settings.eager,
         )
         progress = _Progress(request.id, on_progress)
 

@@ -39,6 +39,7 @@ class Settings(BaseModel):
     memory_fraction: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.9
     mtp: Literal["off", "on", "auto"] = "auto"
     mtp_k: Annotated[int, Field(ge=1, le=8)] = 3
+    eager: bool = False  # GPU: steps run call by call on the shapes that graphs would have
     mtp_fixed: bool = False  # k is never lowered: a check that stops drafting says nothing
 
     # Faces

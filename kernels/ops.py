@@ -16,6 +16,7 @@ from mstar.kernels.gdn import GdnWeights, gdn_decode, gdn_prefill
 from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.norm import rms_norm
 from mstar.kernels.rows import Rows
+from mstar.kernels.step import StepRegisters, begin_step, draw_step, local_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class Ops:
     """The torch reference of every operation."""
 
     name = "torch"
+    ring = False  # how GDN caches hold windows, see mstar.arch.caches.GdnCache
+    uniform = False  # whether a decode part's sequences must all have the same number of rows
+    filters = False  # whether `filter_thresholds` is there
 
     def pack_linear(self, weight: torch.Tensor) -> Packed:
         """weight: [n, k], model dtype. The caller drops its own reference: packed weights are the only copy."""
@@ -98,6 +102,51 @@ class Ops:
         out = run(proj, weights, k_cache, v_cache, rows)
         return out[rows.cu_rows[1:] - 1] if last_only else out
 
+    def embed(
+        self, ids: torch.Tensor, embedding: torch.Tensor | Packed, first_id: int, count: int
+    ) -> torch.Tensor:
+        """Rows of an embedding, of which `count` ids from `first_id` on are here; other rows are zeros."""
+        table = embedding
+
+        def rows(local: torch.Tensor) -> torch.Tensor:
+            return table[local] if isinstance(table, torch.Tensor) else self.unpacked_rows(table, local)
+
+        return local_rows(ids, first_id, count, rows)
+
+    def begin_step(
+        self,
+        slots: torch.Tensor,
+        registers: StepRegisters,
+        embedding: torch.Tensor | Packed,
+        first_id: int,
+        count: int,
+        rows_per_seq: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `mstar.kernels.step.begin_step`."""
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(ids, embedding, first_id, count)
+
+        return begin_step(slots, registers, embed, rows_per_seq)
+
+    def filter_thresholds(
+        self, logits: torch.Tensor, slots: torch.Tensor, registers: StepRegisters
+    ) -> torch.Tensor:
+        """[rows] float32, the least logit over temperature that top-k, top-p and min-p keep of each row."""
+        raise NotImplementedError(f"{self.name}: rows with filters are drawn by the sampler")
+
+    def draw_step(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        registers: StepRegisters,
+        out: torch.Tensor,
+        least: torch.Tensor | None = None,
+    ) -> None:
+        """See `mstar.kernels.step.draw_step`."""
+        draw_step(logits, slots, starts, registers, out, least)
+
 
 def select_ops(
     device: torch.device, dtype: torch.dtype, block_size: int, dims: Iterable[int]
@@ -107,10 +156,22 @@ def select_ops(
     dims: the model's hidden size and head dims, which a kernel may want in multiples.
     """
     if device.type != "cpu":
-        return Ops(), [f"{device.type}: operations run their torch reference (no Triton kernels yet)"]
+        return _gpu_ops(device, block_size, dims)
     from mstar.kernels.cpu import CpuOps
 
     reason = CpuOps.unavailable(dtype, block_size, dims)
     if reason is None:
         return CpuOps(), []
     return Ops(), [f"cpu: operations run their torch reference, slowly: {reason}"]
+
+
+def _gpu_ops(device: torch.device, block_size: int, dims: Iterable[int]) -> tuple[Ops, list[str]]:
+    try:
+        from mstar.kernels.triton_ops import TritonOps
+    except ImportError as error:
+        return Ops(), [f"{device.type}: operations run their torch reference, slowly: {error}"]
+    reason = TritonOps.unavailable(device, block_size, dims)
+    if reason is not None:
+        return Ops(), [f"{device.type}: operations run their torch reference, slowly: {reason}"]
+    ops = TritonOps(device)
+    return ops, list(ops.table.notes)

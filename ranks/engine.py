@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
-from mstar.ranks.leader import Leader
+from mstar.ranks.leader import InFlight, Leader
 from mstar.ranks.messages import (
     Abort,
     Command,
@@ -16,6 +17,7 @@ from mstar.ranks.messages import (
     Submit,
     Tokens,
 )
+from mstar.ranks.plan import StepPlan
 from mstar.ranks.scheduler import Scheduler
 
 
@@ -29,6 +31,7 @@ class Engine:
         self._scheduler = scheduler
         self._leader = leader
         self._emit = emit
+        self._flights: deque[tuple[StepPlan, InFlight]] = deque()  # oldest first
 
     @property
     def running(self) -> int:
@@ -57,17 +60,27 @@ class Engine:
         return True
 
     def step(self) -> bool:
-        """Plans and runs one step, and sends what it gave; False when there was nothing to run."""
+        """Plans and launches a step, and sends what the oldest one gave; False when there was nothing to run.
+
+        On a device the step launched here runs while the next call plans another.
+        """
         scheduler = self._scheduler
         plan = scheduler.plan()
         for request in scheduler.admitted:
             self._emit(Started(request.request_id, cached_tokens=0, at=time.monotonic()))
-        if plan is None:
-            return False
-        runs = scheduler.commit(plan, self._leader.execute(plan))
+        if plan is not None:
+            self._flights.append((plan, self._leader.launch(plan)))
+        ahead = 0 if plan is None else self._leader.steps_ahead
+        collected = False
+        while self._flights and (len(self._flights) > ahead or self._flights[0][1].done):
+            self._collect(*self._flights.popleft())
+            collected = True
+        return plan is not None or collected
+
+    def _collect(self, plan: StepPlan, flight: InFlight) -> None:
+        runs = self._scheduler.commit(plan, flight.wait())
         if runs:
             self._emit(Tokens(runs, at=time.monotonic()))
-        return True
 
     def _stats(self, query_id: int) -> EngineStats:
         scheduler = self._scheduler

@@ -14,6 +14,7 @@ import torch
 
 from mstar.arch.caches import LayerCache
 from mstar.arch.inputs import DecodeInputs, PrefillInputs
+from mstar.kernels.staging import staged
 from mstar.ranks.cache import blocks_for
 from mstar.ranks.plan import StepPlan
 
@@ -62,12 +63,16 @@ class _DecodeRows:
     tokens: torch.Tensor  # [rows] int64, where in `ahead` each row's token is
     counts: tuple[int, ...] | None  # [bucket] rows; None: one each
     rows: int  # without the padding's
+    # [rows] int64, which of the rows that ran these are, where every sequence runs as many; None: all, in order
+    among: torch.Tensor | None
 
 
 class Executor:
     """One rank's model, caches and registers.
 
     slots: the sink included. drafts: the most that a step checks for a sequence; 0 for a load without speculation.
+    uniform: every sequence of a decode part runs as many rows as the one with the most: what the others have too
+    much stands behind their drafts, and nobody keeps it.
     """
 
     def __init__(
@@ -79,8 +84,10 @@ class Executor:
         max_seq: int,
         device: torch.device,
         drafts: int = 0,
+        uniform: bool = False,
     ) -> None:
         self.model = model
+        self._uniform = uniform
         self.max_seq = max_seq
         self.slots = slots
         self.drafts = drafts
@@ -110,12 +117,18 @@ class Executor:
                 borders = _borders(plan)
                 finals = [borders[i + 1] - 1 for i in finals]
             if finals:
-                hidden.append(out if len(finals) == len(out) else out[finals])
+                if len(finals) < len(out):
+                    out = out.index_select(0, self._tensor(finals, torch.int64))
+                hidden.append(out)
         if plan.decode_bucket:
             rows = self._rows_of(plan)
             token_ids = self.ahead.view(-1).index_select(0, rows.tokens)
             seq_lens = self.lengths.index_select(0, rows.index).add_(1)
-            hidden.append(self._decode(rows, token_ids, seq_lens))
+            decoded = self._decode(rows, token_ids, seq_lens)
+            if rows.among is not None:
+                decoded = decoded.index_select(0, rows.among)
+                token_ids = token_ids.index_select(0, rows.among)
+            hidden.append(decoded)
             token_ids, seq_lens = token_ids[: rows.rows], seq_lens[: len(plan.decode_slots)]
         return Ran(
             hidden[0] if len(hidden) == 1 else torch.cat(hidden) if hidden else None,
@@ -123,6 +136,17 @@ class Executor:
             token_ids,
             seq_lens,
         )
+
+    def prefill(self, plan: StepPlan) -> torch.Tensor | None:
+        """A plan's block tables and prefill part alone: [final chunks, hidden], None where no chunk is final."""
+        self._update_tables(plan)
+        if not plan.chunks:
+            return None
+        out = self._prefill(plan, every_row=False)
+        finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
+        if not finals:
+            return None
+        return out if len(finals) == len(out) else out.index_select(0, self._tensor(finals, torch.int64))
 
     def move(self, plan: StepPlan, moves: Moves) -> None:
         """Takes the results of the step that ran last."""
@@ -189,13 +213,19 @@ class Executor:
         padding = [0] * (plan.decode_bucket - len(plan.decode_slots))
         slots = plan.decode_slots + padding
         counts = plan.decode_counts + [1] * len(padding) if plan.decode_counts else None
+        among = None
+        kept = len(slots) if counts is None else sum(counts)
+        if counts is not None and self._uniform and min(counts) < max(counts):
+            most = max(counts)
+            at = [index * most + row for index, count in enumerate(counts) for row in range(count)]
+            among = self._tensor(at, torch.int64)
+            counts = [most] * len(slots)
         width = 1 + self.drafts
-        if counts is None:
-            tokens = [slot * width for slot in slots]
-        else:
-            tokens = [
-                slot * width + row for slot, count in zip(slots, counts, strict=True) for row in range(count)
-            ]
+        tokens = [
+            slot * width + row
+            for slot, count in zip(slots, counts or [1] * len(slots), strict=True)
+            for row in range(count)
+        ]
         index = self._tensor(slots, torch.int64)
         self._decode_rows = _DecodeRows(
             key,
@@ -204,7 +234,8 @@ class Executor:
             self.block_table[:, : plan.decode_columns].index_select(0, index),
             self._tensor(tokens, torch.int64),
             None if counts is None else tuple(counts),
-            len(tokens) - len(padding),
+            kept - len(padding),
+            among,
         )
         return self._decode_rows
 
@@ -226,7 +257,7 @@ class Executor:
         self.block_table.view(-1).index_copy_(0, at, self._tensor(blocks, torch.int32))
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return staged(values, dtype, self.device)
 
 
 def _borders(plan: StepPlan) -> list[int]:

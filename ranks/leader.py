@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 
+from mstar.ranks.device_steps import DeviceSteps
 from mstar.ranks.executor import Moves
 from mstar.ranks.plan import Drawn, StepPlan
 from mstar.ranks.speculation.accept import Accepted, Candidates, RowSampler, accept
@@ -11,16 +15,56 @@ from mstar.ranks.speculation.backend import TrunkBackend, Verified
 from mstar.ranks.speculation.draft import Chain, Following
 
 
+class InFlight(Protocol):
+    """A step that was launched."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        ...
+
+    def wait(self) -> Drawn: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A step that ran while it was launched."""
+
+    drawn: Drawn
+    done: bool = True
+
+    def wait(self) -> Drawn:
+        return self.drawn
+
+
 class Leader:
     """Runs plans over all ranks and says what they drew.
 
-    chain: where the load speculates.
+    chain: where the load speculates. steps: where plain steps need not be waited for.
     """
 
-    def __init__(self, backend: TrunkBackend, sampler: RowSampler, chain: Chain | None = None) -> None:
+    def __init__(
+        self,
+        backend: TrunkBackend,
+        sampler: RowSampler,
+        chain: Chain | None = None,
+        steps: DeviceSteps | None = None,
+    ) -> None:
         self.backend = backend
         self._sampler = sampler
         self._chain = chain
+        self._steps = steps
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that are worth launching before the results of the one before them."""
+        return 0 if self._steps is None else 1
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Begins a step on every rank; those before it may be under way."""
+        if self._steps is not None and self._steps.takes(plan):
+            return self._steps.launch(plan)
+        return Finished(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Drawn:
@@ -43,7 +87,9 @@ class Leader:
         )
 
     def free(self) -> None:
-        """Drops caches, windows and the head."""
+        """Drops graphs, caches, windows and the head."""
+        if self._steps is not None:
+            self._steps.free()
         self.backend.free()
         self._chain = None
 

@@ -44,14 +44,16 @@ def size_caches(
     on_cpu: bool,
     drafts: int = 0,
     leader_budget_bytes: int | None = None,
+    ring: bool = False,
 ) -> Sizes:
     """Splits a rank's budget (the least over ranks) into states, workspace and KV.
 
     step_rows: the most rows of one step. drafts: the most that a step checks for a sequence; with any, rank 0 has
     the head's KV beside its own, within its budget `leader_budget_bytes` (the least one, where it is not given).
+    ring: how windows are kept, see mstar.arch.caches.GdnCache.
     Raises OutOfMemory when not even one sequence of max_seq fits.
     """
-    each = cache_sizes(config, tp_size, dtype, BLOCK_SIZE, drafts)
+    each = cache_sizes(config, tp_size, dtype, BLOCK_SIZE, drafts, ring)
     slots = max_num_seqs + 1
     state_bytes = slots * each.slot_bytes
     workspace = _workspace_bytes(config, tp_size, step_rows, max_num_seqs * (1 + drafts))

@@ -34,6 +34,7 @@ class LoadSpec:
     heartbeat_s: float = 1.0
     spec_k: int = 0  # drafts a step that the MTP head makes; 0: no speculation, and no head is read
     spec_fixed: bool = False  # k stays as loaded, whatever it costs: for checks and comparisons
+    eager: bool = False  # GPU: the same shapes without captured graphs
 
 
 @dataclass(frozen=True, slots=True)

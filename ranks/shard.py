@@ -64,6 +64,7 @@ class Shard:
             dtype=self.dtype,
             device=self.device,
             drafts=self.spec.spec_k,
+            ring=self.trunk.ops.ring,
         )
         return Executor(
             self.trunk,
@@ -72,6 +73,7 @@ class Shard:
             max_seq=self.spec.max_seq,
             device=self.device,
             drafts=self.spec.spec_k,
+            uniform=self.trunk.ops.uniform,
         )
 
     def chain(self, setup: Setup) -> Chain | None:

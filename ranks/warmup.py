@@ -102,7 +102,7 @@ def _times(scheduler: Scheduler, leader: Leader, size: int, ks: list[int]) -> di
         plan = scheduler.plan()
         if plan is None:
             break
-        scheduler.commit(plan, leader.execute(plan))
+        scheduler.commit(plan, leader.launch(plan).wait())
     for k in ks:
         scheduler.policy.in_force = max(0, k)
         for _ in range(1 + TIMED_STEPS):
@@ -110,7 +110,7 @@ def _times(scheduler: Scheduler, leader: Leader, size: int, ks: list[int]) -> di
             plan = scheduler.plan()
             if plan is None:
                 break
-            scheduler.commit(plan, leader.execute(plan))
+            scheduler.commit(plan, leader.launch(plan).wait())
             took = time.perf_counter() - begun
             counts = plan.decode_counts or [1] * len(plan.decode_slots)
             # the first step after a change checks what was made before it

@@ -19,13 +19,15 @@ import zmq
 from mstar.loader.errors import LoadError
 from mstar.ranks import shard as shards
 from mstar.ranks.cache import BLOCK_SIZE
+from mstar.ranks.device_steps import DeviceSteps
 from mstar.ranks.engine import Engine
+from mstar.ranks.executor import Executor
 from mstar.ranks.leader import Leader
 from mstar.ranks.lifeline import Pulse, follow_parent, resident_bytes, start_heartbeat
 from mstar.ranks.lines import POLL_S, Context, EventLine, FollowerLine, LeaderLine, Socket, open_socket
 from mstar.ranks.memory import OutOfMemory, Sizes, size_caches
 from mstar.ranks.messages import Failed, Hello, LoadSpec, Progress, Ready, unpack
-from mstar.ranks.plan import DECODE_BUCKETS, Setup, StepPlan, StopPlan
+from mstar.ranks.plan import BUCKET_STEP, DECODE_BUCKETS, Setup, StepPlan, StopPlan, bucket_of
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
 from mstar.ranks.speculation.backend import MeshBackend, SlotBackend, TrunkBackend
@@ -102,13 +104,17 @@ class Rank:
                 backend = SlotBackend(executor, vocab_size)
             else:
                 backend = MeshBackend(executor, shard.collective, vocab_size, line.send)
-            leader = Leader(backend, sampler, shard.chain(setup))
             limits = self._limits(sizes)
+            steps = self._device_steps(shard, executor, sampler)
+            leader = Leader(backend, sampler, shard.chain(setup), steps)
+            if steps is not None:
+                steps.capture(self._progress)
 
             number, costs = warm_up(limits, sampler, leader, self._progress, costs=not self.spec.spec_fixed)
             policy = Policy(limits.drafts, costs)
             engine = Engine(Scheduler(limits, sampler, number, policy), leader, self._events.send)
-            self._events.send(self._ready(shard, sizes))
+            graph_bytes = None if steps is None else steps.graph_bytes
+            self._events.send(self._ready(shard, sizes, graph_bytes))
             self._serve(engine, commands)
             line.send(StopPlan())
             leader.free()
@@ -179,7 +185,17 @@ class Rank:
             on_cpu=on_cpu,
             drafts=spec.spec_k,
             leader_budget_bytes=leader_budget_bytes,
+            ring=shard.trunk.ops.ring,
         )
+
+    def _device_steps(self, shard: shards.Shard, executor: Executor, sampler: Sampler) -> DeviceSteps | None:
+        """Where steps need not be waited for: one GPU, and kernels that keep all of a step on it."""
+        if self.spec.tp_size > 1 or not shard.trunk.ops.uniform:
+            return None
+        most = bucket_of(self.spec.max_num_seqs)
+        buckets = [bucket for bucket in DECODE_BUCKETS if bucket < most]
+        buckets += range(max(DECODE_BUCKETS) + BUCKET_STEP, most, BUCKET_STEP)
+        return DeviceSteps(executor, sampler, shard.config.vocab_size, [*buckets, most], self.spec.eager)
 
     def _limits(self, sizes: Sizes) -> Limits:
         on_cpu = self.spec.device == "cpu"
@@ -193,7 +209,7 @@ class Rank:
             buckets=() if on_cpu else DECODE_BUCKETS,
         )
 
-    def _ready(self, shard: shards.Shard, sizes: Sizes) -> Ready:
+    def _ready(self, shard: shards.Shard, sizes: Sizes, graph_bytes: int | None) -> Ready:
         memory = {
             "weights": shard.weight_bytes,
             "kv": sizes.kv_bytes,
@@ -202,6 +218,8 @@ class Rank:
         }
         if shard.head is not None:
             memory |= {"head": shard.head_bytes, "head_kv": sizes.head_kv_bytes}
+        if graph_bytes is not None:
+            memory["graphs"] = graph_bytes
         parts = ", ".join(f"{name} {count / 2**20:,.1f} MiB" for name, count in memory.items())
         tokens = (sizes.kv_blocks - 1) * BLOCK_SIZE
         log.info("rank 0 holds: %s; KV for %d tokens, %d slots", parts, tokens, sizes.slots - 1)

@@ -11,6 +11,7 @@ from enum import Enum
 
 import torch
 
+from mstar.kernels.staging import staged
 from mstar.ranks.messages import SamplingParams
 
 # Codes of a step's `finish`, and what the protocol calls them.
@@ -24,6 +25,8 @@ WIDEST_CANDIDATES = 256
 
 _NO_LIMIT = 2**62
 _FIRST_STOPS = 4
+# What the protocol lets a request ask for, and its model's ends: captured steps hold the tensor as it is.
+_DEVICE_STOPS = 1024 + 64
 
 
 class Draw(Enum):
@@ -54,7 +57,8 @@ class Registers:
         self.left = per_slot(_NO_LIMIT, torch.int64)  # tokens until max_tokens
         self.held_above = per_slot(_NO_LIMIT, torch.int64)  # while `left` is above, min_tokens is not reached
         # Ids that end the request, padded with -1; as wide as the longest list so far.
-        self.stop_ids = torch.full((num_slots, _FIRST_STOPS), -1, dtype=torch.int64, device=device)
+        width = _FIRST_STOPS if device.type == "cpu" else _DEVICE_STOPS
+        self.stop_ids = torch.full((num_slots, width), -1, dtype=torch.int64, device=device)
         self.in_think = per_slot(0, torch.bool)
         self.think_count = per_slot(0, torch.int64)
         self.think_cap = per_slot(_NO_LIMIT, torch.int64)
@@ -90,11 +94,16 @@ class Registers:
         if params.max_think_tokens is not None and params.think_end_id is not None:
             self._admit_think(slot, params, output_ids, params.max_think_tokens, params.think_end_id)
 
+    def filtered(self, slot: int) -> bool:
+        """Whether top-k, top-p or min-p is on for a slot."""
+        return self.draw[slot] not in (Draw.GREEDY, Draw.OPEN)
+
     def release(self, slot: int) -> None:
         """Makes a slot's rows as harmless as those of slot 0."""
         self.draw[slot] = Draw.GREEDY
         for members in (self.sampled, self.held_back, self.capped):
             members.discard(slot)
+        self.temperature[slot] = 0.0
         self.stop_ids[slot] = -1
         self.stops[slot] = frozenset()
         self.left[slot] = _NO_LIMIT
@@ -171,11 +180,11 @@ class Registers:
     def _set_stops(self, slot: int, stops: Collection[int]) -> None:
         missing = len(stops) - self.stop_ids.shape[1]
         if missing > 0:
+            assert self.device.type == "cpu", "captured steps hold `stop_ids`"
             wider = self.stop_ids.new_full((self.stop_ids.shape[0], missing), -1)
             self.stop_ids = torch.cat([self.stop_ids, wider], dim=1)
-        row = self.stop_ids.new_full((self.stop_ids.shape[1],), -1)
-        row[: len(stops)] = torch.tensor(list(stops), dtype=torch.int64)
-        self.stop_ids[slot] = row
+        padded = [*stops, *(-1,) * (self.stop_ids.shape[1] - len(stops))]
+        self.stop_ids[slot].copy_(staged(padded, torch.int64, self.device))
 
     def _admit_think(
         self, slot: int, params: SamplingParams, output_ids: Sequence[int], cap: int, end_id: int

@@ -40,7 +40,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self._registers = Registers(vocab_size, num_slots, device)
+        self.registers = Registers(vocab_size, num_slots, device)
         self._penalties = Penalties(vocab_size, num_slots, device)
         self._logprobs: dict[int, int] = {}
         self._special: set[int] = set()  # every slot that needs more than an argmax
@@ -53,11 +53,11 @@ class Sampler:
         output_ids: what it has drawn already, when it comes back after a preemption; counts of tokens, of
         thinking and for the penalties go on from there.
         """
-        self._registers.admit(slot, params, output_ids)
+        self.registers.admit(slot, params, output_ids)
         self._penalties.admit(slot, params, prompt_ids, output_ids)
         if params.logprobs is not None:
             self._logprobs[slot] = params.logprobs
-        registers = self._registers
+        registers = self.registers
         special = (
             registers.sampled,
             registers.held_back,
@@ -70,7 +70,7 @@ class Sampler:
 
     def release(self, slot: int) -> None:
         """Frees a slot; a step that still has rows of it is harmless."""
-        self._registers.release(slot)
+        self.registers.release(slot)
         self._penalties.release(slot)
         self._logprobs.pop(slot, None)
         self._special.discard(slot)
@@ -78,6 +78,23 @@ class Sampler:
     def plain_greedy(self, slots: Collection[int]) -> bool:
         """Whether the argmax is all that these slots need: then `accept_greedy` does for `sample`."""
         return self._special.isdisjoint(slots)
+
+    def draws_on_device(self, slots: Iterable[int], filters: bool) -> bool:
+        """Whether temperature, and with `filters` top-k, top-p and min-p, are all that these slots need.
+
+        Then `mstar.kernels.step` draws for them and moves their registers.
+        """
+        registers = self.registers
+        more = (registers.held_back, registers.capped, self._penalties.members, self._logprobs)
+        return not any(
+            slot in self._special
+            and (any(slot in members for members in more) or (not filters and registers.filtered(slot)))
+            for slot in slots
+        )
+
+    def filtered(self, slots: Iterable[int]) -> bool:
+        """Whether any of these slots draws from less than the whole vocabulary."""
+        return any(slot in self._special and self.registers.filtered(slot) for slot in slots)
 
     def sample(
         self,
@@ -103,7 +120,7 @@ class Sampler:
 
         tokens, slots: [rows] int64. Returns [rows] int8 finish codes.
         """
-        return self._registers.advance(tokens, slots)
+        return self.registers.advance(tokens, slots)
 
     def draw(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host: Sequence[int]
@@ -113,7 +130,7 @@ class Sampler:
         Slots may have several rows, which draw as if each were the slot's only one: what the others would
         change counts for slots that are `stepwise`.
         """
-        registers = self._registers
+        registers = self.registers
         logits = logits[:, : self.vocab_size]
         if rows := _rows_of(host, self._penalties.members):
             logits = _replace(logits, rows, lambda part, at: self._penalties.apply(part, slots[at]))
@@ -137,10 +154,10 @@ class Sampler:
         if rows := _rows_of(host, self._penalties.members):
             at = _index(rows, len(host), tokens.device)
             self._penalties.count(tokens[at], slots[at])
-        if rows := _rows_of(host, self._registers.capped):
+        if rows := _rows_of(host, self.registers.capped):
             at = _index(rows, len(host), tokens.device)
-            self._registers.count_thinking(tokens[at], slots[at])
-        return self._registers.advance(tokens, slots)
+            self.registers.count_thinking(tokens[at], slots[at])
+        return self.registers.advance(tokens, slots)
 
     def logprob_rows(
         self, scored: torch.Tensor, tokens: torch.Tensor, host: Sequence[int]
@@ -158,7 +175,7 @@ class Sampler:
 
     def stepwise(self, slots: Iterable[int]) -> set[int]:
         """Of these slots, those whose draw depends on the tokens that they drew last: one row at a time."""
-        registers = self._registers
+        registers = self.registers
         return {
             slot
             for slot in slots
@@ -174,7 +191,7 @@ class Sampler:
 
         Returns how many tokens of each run are kept, at least one, and the finish code of the last one kept.
         """
-        return self._registers.advance_runs(slots, runs)
+        return self.registers.advance_runs(slots, runs)
 
     def _draw_sampled(
         self,
@@ -188,11 +205,11 @@ class Sampler:
         """Writes the sampled rows of `tokens`, each in the cheapest way for it."""
         ways: dict[Draw, list[int]] = {}
         for row in sampled:
-            ways.setdefault(self._registers.draw[host[row]], []).append(row)
+            ways.setdefault(self.registers.draw[host[row]], []).append(row)
         for way, rows in ways.items():
             at = _index(rows, len(host), tokens.device)
             if way is Draw.NARROW:
-                widest = max(self._registers.narrow_k[host[row]] for row in rows)
+                widest = max(self.registers.narrow_k[host[row]] for row in rows)
                 tokens[at] = self._draw_narrow(logits[at], slots[at], positions[at], widest)
             else:
                 tokens[at] = self._draw_wide(logits[at], slots[at], positions[at], way)
@@ -207,7 +224,7 @@ class Sampler:
             half = rows // 2
             first = self._draw_wide(logits[:half], slots[:half], positions[:half], way)
             return torch.cat([first, self._draw_wide(logits[half:], slots[half:], positions[half:], way)])
-        registers = self._registers
+        registers = self.registers
         scaled = logits / registers.temperature.index_select(0, slots).unsqueeze(1)
         noised = gumbel(registers.seed.index_select(0, slots), positions, self.vocab_size).add_(scaled)
         if way is not Draw.OPEN:
@@ -224,7 +241,7 @@ class Sampler:
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, widest: int
     ) -> torch.Tensor:
         """Draws among the best `widest` + 1 tokens of rows whose top-k is at most `widest`."""
-        registers = self._registers
+        registers = self.registers
         best = logits.topk(min(widest + 1, self.vocab_size), dim=1)
         scaled = best.values / registers.temperature.index_select(0, slots).unsqueeze(1)
         least, tied = candidate_thresholds(

@@ -21,11 +21,12 @@ from mstar.loader.config import ModelConfig
 from mstar.loader.head import load_head
 from mstar.ranks.cache import BLOCK_SIZE
 from mstar.ranks.collectives import SoloCollective
+from mstar.ranks.device_steps import DeviceSteps
 from mstar.ranks.engine import Engine
 from mstar.ranks.executor import Executor
-from mstar.ranks.leader import Leader
+from mstar.ranks.leader import InFlight, Leader
 from mstar.ranks.messages import EngineStats, Event, QueryStats, SamplingParams, Submit, TokenRun, Tokens
-from mstar.ranks.plan import Drawn, StepPlan, pack, unpack
+from mstar.ranks.plan import StepPlan, pack, unpack
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
 from mstar.ranks.speculation.backend import SlotBackend
@@ -192,9 +193,9 @@ class Recording(Leader):
         super().__init__(*args)
         self.plans: list[StepPlan] = []
 
-    def execute(self, plan: StepPlan) -> Drawn:
+    def launch(self, plan: StepPlan) -> InFlight:
         self.plans.append(plan)
-        return super().execute(unpack(pack(plan)))
+        return super().launch(unpack(pack(plan)))
 
 
 class Steady(Policy):
@@ -214,14 +215,21 @@ class Bench:
     """An engine whose plans go over the wire's codec, and what it said."""
 
     def __init__(
-        self, limits: Limits, model: Any, caches: list[LayerCache], vocab: int, chain: Chain | None = None
+        self,
+        limits: Limits,
+        model: Any,
+        caches: list[LayerCache],
+        vocab: int,
+        chain: Chain | None = None,
+        ahead: bool = False,
     ) -> None:
         slots = limits.max_num_seqs + 1
         self.sampler = Sampler(vocab, slots, CPU)
         self.executor = Executor(
             model, caches, slots=slots, max_seq=limits.max_seq, device=CPU, drafts=limits.drafts
         )
-        self.leader = Recording(SlotBackend(self.executor, vocab), self.sampler, chain)
+        steps = DeviceSteps(self.executor, self.sampler, vocab, limits.buckets) if ahead else None
+        self.leader = Recording(SlotBackend(self.executor, vocab), self.sampler, chain, steps)
         self.plans = self.leader.plans
         self.scheduler = Scheduler(limits, self.sampler, policy=Steady(limits.drafts))
         self.events: list[Event] = []
@@ -292,7 +300,8 @@ class Tiny:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def bench(self, **changes: Any) -> Bench:
+    def bench(self, ahead: bool = False, **changes: Any) -> Bench:
+        """ahead: plain steps are launched before the results of the one before them, as on a GPU."""
         fields = {
             "max_seq": 400,
             "max_num_seqs": 8,
@@ -313,7 +322,7 @@ class Tiny:
         chain = None
         if limits.drafts:
             chain = Chain(self.head, head_cache(self.config, blocks=limits.kv_blocks + 1, **sizes), CPU)
-        return Bench(limits, self.trunk, caches, self.config.vocab_size, chain)
+        return Bench(limits, self.trunk, caches, self.config.vocab_size, chain, ahead)
 
 
 @functools.cache

@@ -1,0 +1,168 @@
+"""The operations on a GPU: Triton kernels beside their references, and cuBLAS where a table says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mstar.kernels.attention import AttentionWeights
+from mstar.kernels.attention.gpu.run import attention_gpu
+from mstar.kernels.gdn import GdnWeights
+from mstar.kernels.gdn.gpu.decode import gdn_decode_gpu
+from mstar.kernels.gdn.gpu.prefill import gdn_prefill_gpu
+from mstar.kernels.linear.gpu.run import run_linear
+from mstar.kernels.norm.gpu.rows import rms_norm_rows
+from mstar.kernels.ops import Ops, Packed
+from mstar.kernels.registry import GemmKey, KernelChoice, Table, row_bucket, table_for
+from mstar.kernels.rows import Rows
+from mstar.kernels.step import StepRegisters
+from mstar.kernels.vocab.gpu.begin import begin_step
+from mstar.kernels.vocab.gpu.draw import partial_draws
+from mstar.kernels.vocab.gpu.finish import finish_step
+from mstar.kernels.vocab.gpu.thresholds import filter_thresholds
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_CUBLAS = KernelChoice("cublas")
+
+
+class TritonOps(Ops):
+    """bf16, fp16 and float32; weights stay as the checkpoint has them, [n, k]."""
+
+    name = "triton"
+    ring = True
+    uniform = True
+    filters = True
+
+    def __init__(self, device: torch.device, table: Table | None = None) -> None:
+        """table: of kernel choices, in place of the device's own."""
+        self.table = table_for(device) if table is None else table
+
+    @staticmethod
+    def unavailable(device: torch.device, block_size: int, dims: Iterable[int]) -> str | None:
+        """Why this cannot run here, or None. dims: the hidden size and the heads' dims."""
+        odd = [dim for dim in dims if dim % 16]
+        if odd:
+            return f"Triton kernels take hidden sizes and head dims in multiples of 16, not {odd}"
+        if block_size % 16:
+            return f"Triton attention takes KV blocks of 16 or a multiple, not {block_size}"
+        return None
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Packed,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        out_f32: bool = False,
+    ) -> torch.Tensor:
+        kind = (
+            "f32" if out_f32 else "residual" if residual is not None else "plain" if norm is None else "norm"
+        )
+        choice = self._choose(kind, x, weight.outputs, weight.inputs)
+        return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: Packed, *, norm: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        choice = self._choose("gated", x, weight.outputs // 2, weight.inputs)
+        return run_linear(choice, x, weight.data, kind="gated", norm=norm, eps=eps)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm_rows(x, weight, eps)
+
+    def gdn(
+        self,
+        proj: torch.Tensor,
+        weights: GdnWeights,
+        state: torch.Tensor,
+        conv: torch.Tensor,
+        window: torch.Tensor,
+        rows: Rows,
+    ) -> torch.Tensor:
+        run = gdn_decode_gpu if rows.rows_per_seq else gdn_prefill_gpu
+        return run(proj, weights, state, conv, window, rows)
+
+    def attention(
+        self,
+        proj: torch.Tensor,
+        weights: AttentionWeights,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        rows: Rows,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        return attention_gpu(proj, weights, k_cache, v_cache, rows, last_only)
+
+    def begin_step(
+        self,
+        slots: torch.Tensor,
+        registers: StepRegisters,
+        embedding: torch.Tensor | Packed,
+        first_id: int,
+        count: int,
+        rows_per_seq: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        table = embedding if isinstance(embedding, torch.Tensor) else embedding.data
+        return begin_step(
+            slots,
+            registers.ahead,
+            registers.lengths,
+            table,
+            rows_per_seq=rows_per_seq,
+            vocab_start=first_id,
+            vocab_local=count,
+        )
+
+    def filter_thresholds(
+        self, logits: torch.Tensor, slots: torch.Tensor, registers: StepRegisters
+    ) -> torch.Tensor:
+        return filter_thresholds(
+            logits,
+            slots,
+            registers.temperature,
+            registers.top_k,
+            registers.top_p,
+            registers.min_p,
+            logits.shape[1],
+        )
+
+    def draw_step(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        registers: StepRegisters,
+        out: torch.Tensor,
+        least: torch.Tensor | None = None,
+    ) -> None:
+        values, ids = partial_draws(
+            logits,
+            slots,
+            starts,
+            registers.temperature,
+            registers.seed,
+            first_id=0,
+            vocab=logits.shape[1],
+            least=least,
+            position_offset=1,
+        )
+        finish_step(
+            values,
+            ids,
+            slots,
+            registers.ahead,
+            registers.lengths,
+            registers.left,
+            registers.stop_ids,
+            out,
+            pending=registers.pending,
+        )
+
+    def _choose(self, kind: str, x: torch.Tensor, n: int, k: int) -> KernelChoice:
+        rows = row_bucket(x.shape[0])
+        if rows is None:
+            return _CUBLAS
+        return self.table.choose(GemmKey(kind, rows, n, k, _DTYPES[x.dtype]))

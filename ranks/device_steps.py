@@ -1,0 +1,225 @@
+"""Steps of plain decode that never wait for the device: their rows, draws and registers stay on it.
+
+A decode part runs as one captured graph of its bucket (or, with `eager`, as the same calls on the same shapes). What
+was drawn comes back through pinned memory behind an event, so that the host plans and launches step n + 1 while
+step n runs. What a step draws is what `mstar.ranks.leader` would draw; requests that need more than a token's
+draw (penalties, logprobs, speculation) go there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mstar.arch.caches import LayerCache
+from mstar.kernels.ops import Ops
+from mstar.kernels.staging import staged
+from mstar.kernels.step import StepRegisters
+from mstar.ranks.executor import Executor
+from mstar.ranks.plan import Drawn, StepPlan
+from mstar.ranks.sampler import Sampler
+
+# Results under way: the step that runs and the one behind it, and one that the host still reads.
+RESULTS = 3
+
+
+class StepModel(Protocol):
+    """What device steps run; mstar.arch.trunk.Trunk."""
+
+    ops: Ops
+
+    def step(
+        self,
+        slots: torch.Tensor,
+        registers: StepRegisters,
+        block_table: torch.Tensor,
+        caches: list[LayerCache],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """(token, finish code) of a step's draws on their way to the host: finals from row 0, decoding ones behind."""
+
+    host: torch.Tensor  # [2 * most, 2] int64, pinned
+    arrived: torch.cuda.Event | None  # None: at once
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight."""
+
+    results: Results
+    finals: int
+    decodes: int
+    most: int
+
+    @property
+    def done(self) -> bool:
+        return self.results.arrived is None or self.results.arrived.query()
+
+    def wait(self) -> Drawn:
+        """What it drew, once the device is there."""
+        if self.results.arrived is not None:
+            self.results.arrived.synchronize()
+        rows = self.results.host[: self.finals].tolist()
+        rows += self.results.host[self.most : self.most + self.decodes].tolist()
+        return Drawn([[token] for token, _ in rows], [code for _, code in rows])
+
+
+class DeviceSteps:
+    """Runs steps of one rank's executor without waiting for them.
+
+    buckets: the sizes that decode parts are padded to; the largest holds every sequence.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        sampler: Sampler,
+        vocab_size: int,
+        buckets: Sequence[int],
+        eager: bool = False,
+    ) -> None:
+        model = executor.model
+        self._model: StepModel = model  # type: ignore[assignment]
+        self._executor = executor
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._buckets = sorted(buckets)
+        self._eager = eager or executor.device.type == "cpu"
+        self._most = most = max(self._buckets)
+        device = executor.device
+        self._slots = torch.zeros(most, dtype=torch.int32, device=device)
+        self._in_slots: list[int] = [0] * most  # what `_slots` holds
+        draws = sampler.registers
+        self._registers = StepRegisters(
+            temperature=draws.temperature,
+            seed=draws.seed,
+            top_k=draws.top_k,
+            top_p=draws.top_p,
+            min_p=draws.min_p,
+            left=draws.left,
+            stop_ids=draws.stop_ids,
+            ahead=executor.ahead,
+            lengths=executor.lengths,
+            pending=executor.pending if executor.drafts else None,
+        )
+        self._drawn = torch.zeros(2 * most, 2, dtype=torch.int64, device=device)
+        self._ring = [self._results() for _ in range(RESULTS)]
+        self._turn = 0
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.graph_bytes = 0
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether this runs the plan; nobody of it may need more than a draw."""
+        if plan.draft_most or plan.decode_counts or len(plan.decode_slots) > self._most:
+            return False
+        slots = [chunk.slot for chunk in plan.chunks if chunk.final] + plan.decode_slots
+        return self._sampler.draws_on_device(slots, self._model.ops.filters)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Runs all of the plan's rows; returns at once."""
+        executor = self._executor
+        finals = self._prefill(plan)
+        decodes = len(plan.decode_slots)
+        if decodes:
+            self._place(plan.decode_slots, plan.decode_bucket)
+            filtered = self._sampler.filtered(plan.decode_slots)
+            self._decode(plan.decode_bucket, filtered)
+        results = self._ring[self._turn]
+        self._turn = (self._turn + 1) % RESULTS
+        results.host.copy_(self._drawn, non_blocking=True)
+        if results.arrived is not None:
+            results.arrived.record(torch.cuda.current_stream(executor.device))
+        return Launched(results, finals, decodes, self._most)
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str, int, int, str], None]) -> None:
+        """Captures every bucket, largest first, in one pool; with `eager` only runs them once."""
+        device = self._executor.device
+        kinds = (False, True) if self._model.ops.filters else (False,)
+        jobs = [(bucket, filtered) for bucket in reversed(self._buckets) for filtered in kinds]
+        if device.type == "cpu":
+            return
+        pool = torch.cuda.graph_pool_handle()
+        free = torch.cuda.mem_get_info(device)[0]
+        for done, (bucket, filtered) in enumerate(jobs):
+            progress("capture", done, len(jobs), "graphs")
+            self._body(bucket, filtered)  # compiles what is not yet
+            torch.cuda.synchronize(device)
+            if self._eager:
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._body(bucket, filtered)
+            self._graphs[bucket, filtered] = graph
+        progress("capture", len(jobs), len(jobs), "graphs")
+        torch.cuda.synchronize(device)
+        self.graph_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
+
+    def free(self) -> None:
+        """Drops the graphs, which hold the caches' addresses."""
+        self._graphs.clear()
+
+    def _decode(self, bucket: int, filtered: bool) -> None:
+        graph = self._graphs.get((bucket, filtered))
+        if graph is None:
+            self._body(bucket, filtered)
+        else:
+            graph.replay()
+
+    def _body(self, bucket: int, filtered: bool) -> None:
+        """The decode part of `bucket` sequences, of the slots in `_slots`."""
+        executor, slots = self._executor, self._slots[:bucket]
+        hidden, starts = self._model.step(slots, self._registers, executor.block_table, executor.caches)
+        self._draw(hidden, slots, starts, self._drawn[self._most : self._most + bucket], filtered)
+
+    def _prefill(self, plan: StepPlan) -> int:
+        """The prefill part, and the draws of final chunks; returns how many."""
+        executor = self._executor
+        hidden = executor.prefill(plan)
+        finals = [chunk for chunk in plan.chunks if chunk.final]
+        if not finals:
+            return 0
+        assert hidden is not None
+        slots = [chunk.slot for chunk in finals]
+        device = executor.device
+        index = staged(slots, torch.int32, device)
+        at = staged([chunk.start + len(chunk.token_ids) - 1 for chunk in finals], torch.int64, device)
+        # the draw moves lengths past a row, the last one of the prompt here
+        executor.lengths.index_copy_(0, index.long(), at.to(torch.int32))
+        self._draw(hidden, index, at, self._drawn, self._sampler.filtered(slots))
+        return len(finals)
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        out: torch.Tensor,
+        filtered: bool,
+    ) -> None:
+        ops = self._model.ops
+        logits = self._model.logits(hidden)[:, : self._vocab_size]
+        least = ops.filter_thresholds(logits, slots, self._registers) if filtered else None
+        ops.draw_step(logits, slots, starts, self._registers, out[: slots.shape[0]], least)
+
+    def _place(self, slots: list[int], bucket: int) -> None:
+        """Puts the decode part's slots where the graphs look for them."""
+        padded = slots + [0] * (bucket - len(slots))
+        if self._in_slots[:bucket] != padded:
+            self._slots[:bucket].copy_(staged(padded, torch.int32, self._slots.device))
+            self._in_slots[:bucket] = padded
+
+    def _results(self) -> Results:
+        device = self._executor.device
+        on_cpu = device.type == "cpu"
+        host = torch.zeros(2 * self._most, 2, dtype=torch.int64, pin_memory=not on_cpu)
+        return Results(host, None if on_cpu else torch.cuda.Event())
