@@ -1,0 +1,123 @@
+"""Which kernels may run a linear of a size: the one to guess, those worth timing, and what each costs in launches."""
+
+from __future__ import annotations
+
+from math import log2
+
+from mstar.kernels.linear.gpu import dot, fma
+from mstar.kernels.registry import GemmKey, KernelChoice
+
+CUBLAS = KernelChoice("cublas")
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# One H200: streaming multiprocessors, and what a program may have there. Another GPU's table says what it likes.
+PROCESSORS = 132
+SHARED_BYTES = 220 << 10
+THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of registers that it may have
+# Warps that a processor should be given to do: by the bytes in flight that hide the memory's latency.
+WARPS = {"fma": 24, "dot": 8}
+
+# outputs a program, warps, vectors of 16 bytes that a thread reads of each weight row at a time
+FMA_TILES = (
+    (8, 4, 1), (4, 4, 1), (8, 2, 1), (4, 2, 2), (4, 1, 4), (4, 1, 2), (2, 4, 1), (2, 2, 2), (4, 2, 1), (8, 1, 1),
+    (4, 4, 2), (8, 1, 2), (2, 8, 1), (4, 8, 1), (16, 4, 1), (16, 2, 1), (2, 1, 4), (4, 1, 1), (1, 4, 2),
+)  # fmt: skip
+DOT_TILES = ((16, 1), (32, 2), (64, 4), (128, 4), (128, 8), (16, 2), (32, 4))  # outputs a program, warps
+DOT_DEPTHS = ((128, 4), (256, 3), (64, 5))  # bytes of k / 2 a tile, tiles in flight
+
+
+def default(key: GemmKey) -> KernelChoice:
+    """The guess where nothing was timed: fma for the fewest rows, dot up to 64, cuBLAS above."""
+    if key.rows > dot.MOST_ROWS:
+        return CUBLAS
+    found = _fma_candidates(key) if key.rows <= 4 else _dot_candidates(key)
+    return found[0] if found else CUBLAS
+
+
+def candidates(key: GemmKey) -> list[KernelChoice]:
+    """What is worth timing for a size, the likeliest first after cuBLAS; none whose tiles do not fit."""
+    found = [CUBLAS]
+    if key.rows <= fma.MOST_ROWS:
+        found += _fma_candidates(key)[:12]
+    if key.rows <= dot.MOST_ROWS:
+        found += _dot_candidates(key)[: 4 if key.rows <= 2 else 10]
+    return found
+
+
+def launches(choice: KernelChoice, key: GemmKey) -> int:
+    """Graph nodes of a call: 1, but that cuBLAS has a norm kernel before it and an epilogue after it.
+
+    A split of cuBLAS's own would be one more; it does not say.
+    """
+    if choice.kernel != "cublas":
+        return 1
+    return 1 + (key.kind in ("norm", "gated")) + (key.kind in ("gated", "residual"))
+
+
+def programs(choice: KernelChoice, key: GemmKey) -> int:
+    """Programs of a skinny launch."""
+    params = dict(choice.params)
+    return -(-key.n // params["BLOCK_N"]) * params.get("SPLIT_K", 1)
+
+
+def _fma_candidates(key: GemmKey) -> list[KernelChoice]:
+    """All warps of a program lie along k, so BLOCK_K is a multiple of what they read at once.
+
+    In smaller tiles Triton would spread x and the weight differently over the threads, and convert one through
+    shared memory at every tile.
+    """
+    vector = 16 // ITEM_BYTES[key.dtype]
+    sides = 2 if key.kind == "gated" else 1
+    found = []
+    for outputs, warps, vectors in FMA_TILES:
+        block_k = 32 * vector * warps * vectors
+        if block_k >= 2 * key.k and block_k > 32 * vector:
+            continue
+        sums = 4 * outputs * vectors * sides * key.rows
+        tiles = 2 * 16 * outputs * vectors * sides + 4 * vector * vectors * key.rows
+        if sums + tiles > THREAD_BYTES or outputs * sides > 16:
+            continue
+        steps = -(-key.k // block_k)
+        # written out, the loads of several tiles are in flight; too many of them are slow to compile and spill
+        unroll = int(steps == 1 or steps * key.rows * sides <= 8)
+        found.append(_choice("fma", BLOCK_N=outputs, BLOCK_K=block_k, UNROLL=unroll, num_warps=warps))
+    return sorted(found, key=lambda choice: _distance(choice, key))
+
+
+def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
+    """Tiles deep enough in flight; k is split where the outputs alone are too few programs."""
+    item = ITEM_BYTES[key.dtype]
+    sides = 2 if key.kind == "gated" else 1
+    rows = dot.block_rows(key.rows)
+    found = []
+    for outputs, warps in DOT_TILES:
+        if 4 * outputs * rows * sides > 32 * warps * THREAD_BYTES // 2:
+            continue
+        for depth, stages in DOT_DEPTHS:
+            block_k = 2 * depth // item
+            if stages * (outputs * sides + rows) * block_k * item > SHARED_BYTES:
+                continue
+            for split in (1, 2, 4, 8) if key.kind in ("plain", "residual") else (1,):
+                if block_k // 2 * split >= key.k or (split > 1 and split * key.n > 1 << 15):
+                    continue
+                params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1}
+                found.append(_choice("dot", **params, num_warps=warps, num_stages=stages))
+    found.sort(key=lambda choice: _distance(choice, key))
+    # without the prefetch all of k is one pipeline: worth a try for the likeliest tiles
+    plain = [_choice("dot", **{**dict(choice.params), "PREFETCH": 0}) for choice in found[:2]]
+    return found[:2] + plain + found[2:]
+
+
+def _distance(choice: KernelChoice, key: GemmKey) -> float:
+    """How far a launch is from what should be fast, in doublings; 0 is best."""
+    params = dict(choice.params)
+    count = programs(choice, key) / PROCESSORS
+    distance = max(0.0, log2(WARPS[choice.kernel] / (count * params["num_warps"])))
+    distance += max(0.0, log2(count / 16)) / 4  # each program has a start and an end
+    if choice.kernel == "dot":
+        # every program reads all rows of x, through the second cache; a split writes and reads its parts
+        distance += max(0.0, log2(dot.block_rows(key.rows) / params["BLOCK_N"])) + log2(params["SPLIT_K"]) / 2
+    return distance
+
+
+def _choice(kernel: str, **params: int) -> KernelChoice:
+    return KernelChoice(kernel, tuple(sorted(params.items())))

@@ -1,0 +1,168 @@
+"""Linear of 2 to 64 rows on the tensor cores: W tile [BLOCK_N, BLOCK_K] times x^T tile [BLOCK_K, ROWS].
+
+The weight is the side that the tensor cores want in 16s or 64s, so few rows waste little. Where the outputs alone
+are too few programs for a GPU, k is split over programs; the last of them to arrive adds up, in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.linear.gpu.epilogue import gated_value, rounded
+
+MOST_ROWS = 64
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a tile for so many rows of x: 8 is what mma and wgmma take at least, 16 what AMD's units do."""
+    return max(16 if torch.version.hip else 8, min(MOST_ROWS, 1 << (rows - 1).bit_length()))
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def _dot(
+    x, x_stride, weight, norm, eps, residual, residual_stride, out, scratch, counters, rows, n,
+    K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
+    PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
+
+    scratch: [SPLIT_K, rows, n] float32, counters: [programs of n] int32 zeros, zeros again at the end.
+    PREFETCH: the first tile of weights is asked for before the kernel ahead ended. PRESCALE: what x * norm is
+    multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
+    UPCAST: products of float32 copies, for the interpreter, which has no bf16.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lines = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
+    w_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * K
+    u_at = w_at + n.to(tl.int64) * K
+    x_at = x + tl.minimum(lines, rows - 1).to(tl.int64)[:, None] * x_stride
+    steps: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
+    whole: tl.constexpr = steps * BLOCK_K * SPLIT_K == K
+    first = tl.program_id(1) * steps
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    acc_u = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    if PREFETCH:
+        w = _tile(w_at, first, K, BLOCK_K, whole)
+        u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+    if PREFETCH:
+        b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, PRESCALE, UPCAST)
+        acc = _product(w, b, acc, UPCAST)
+        if GATED:
+            acc_u = _product(u, b, acc_u, UPCAST)
+    for step in range(1 if PREFETCH else 0, steps):
+        w = _tile(w_at, first + step, K, BLOCK_K, whole)
+        b, squares = _inputs(x_at, first + step, norm, squares, K, BLOCK_K, whole, PRESCALE, UPCAST)
+        acc = _product(w, b, acc, UPCAST)
+        if GATED:
+            u = _tile(u_at, first + step, K, BLOCK_K, whole)
+            acc_u = _product(u, b, acc_u, UPCAST)
+    if norm is not None:
+        scale = tl.rsqrt(squares / K + eps) / PRESCALE
+        acc = acc * scale[None, :]
+        acc_u = acc_u * scale[None, :]
+    if SPLIT_K == 1:
+        _store(acc, acc_u, residual, residual_stride, out, outputs, lines, rows, n, GATED)
+    else:
+        inside = (outputs < n)[:, None] & (lines < rows)[None, :]
+        part = scratch + lines.to(tl.int64)[None, :] * n + outputs[:, None]
+        part_size = rows.to(tl.int64) * n
+        tl.store(part + tl.program_id(1) * part_size, acc, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
+        counter = counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1:
+            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for split in tl.static_range(SPLIT_K):
+                # past the first cache, which other programs' stores do not reach
+                total += tl.load(part + split * part_size, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(total, acc_u, residual, residual_stride, out, outputs, lines, rows, n, GATED)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def _tile(at, step, K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of weights, [BLOCK_N, BLOCK_K]; `at`: where its outputs' rows begin."""
+    k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    if WHOLE:
+        return tl.load(at + k, eviction_policy="evict_first")
+    return tl.load(at + k, mask=k < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _inputs(
+    at, step, norm, squares,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of x, [ROWS, BLOCK_K], times the norm's multipliers, and the squares with the tile's added."""
+    k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    if WHOLE:
+        b = tl.load(at + k[None, :])
+    else:
+        b = tl.load(at + k[None, :], mask=(k < K)[None, :], other=0.0)
+    if norm is not None:
+        f = b.to(tl.float32)
+        squares += tl.sum(f * f, 1)
+        g = tl.load(norm + k, mask=k < K, other=0.0, eviction_policy="evict_last") * PRESCALE
+        b = (f * g[None, :]).to(b.dtype)
+    return b, squares
+
+
+@triton.jit
+def _product(w, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        w = w.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(w, tl.trans(b), acc, input_precision="ieee")
+
+
+@triton.jit
+def _store(y, up, residual, residual_stride, out, outputs, lines, rows, n, GATED: tl.constexpr):
+    inside = (outputs < n)[:, None] & (lines < rows)[None, :]
+    at = lines.to(tl.int64)[None, :]
+    if GATED:
+        y = gated_value(y, up, out.dtype.element_ty)
+    if residual is not None:
+        r = tl.load(residual + at * residual_stride + outputs[:, None], mask=inside, other=0.0)
+        y = rounded(y, out.dtype.element_ty) + r.to(tl.float32)
+    tl.store(out + at * n + outputs[:, None], y.to(out.dtype.element_ty), mask=inside)
+
+
+_SIGNATURE = {
+    "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "scratch": "*fp32", "counters": "*i32",
+    "rows": "i32", "n": "i32",
+    **dict.fromkeys(
+        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "PRESCALE", "UPCAST", "PDL"), "constexpr"
+    ),
+}  # fmt: skip
+_TILE = {
+    "K": 1024, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
+    "PRESCALE": 1.0, "UPCAST": False,
+}  # fmt: skip
+
+
+def _case(absent: tuple[str, ...], out: str = "*bf16", **constants: object) -> AotCase:
+    return AotCase(
+        _dot,
+        _SIGNATURE | dict.fromkeys(absent, "constexpr") | {"out": out},
+        _TILE | dict.fromkeys(absent) | constants,
+        num_stages=3,
+        pdl=True,
+    )
+
+
+AOT_CASES = [
+    _case(("residual", "scratch", "counters")),
+    _case(("residual", "scratch", "counters"), GATED=True, BLOCK_N=64, ROWS=64, PREFETCH=0, BLOCK_K=64),
+    _case(("norm",), SPLIT_K=4),
+    _case(("norm", "residual", "scratch", "counters"), "*fp32", BLOCK_N=64),
+]

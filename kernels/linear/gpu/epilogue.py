@@ -1,0 +1,95 @@
+"""What follows the product of a linear: the roundings of the reference, and kernels for products of cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.launch import launch_options
+
+BLOCK = 1024
+
+
+@triton.jit
+def rounded(y, dtype: tl.constexpr):
+    """y as the model's dtype holds it, float32 again for what follows."""
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def gated_value(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up with the reference's roundings: the products, silu, and (by who stores it) the result."""
+    gate = rounded(gate, dtype)
+    return rounded(gate / (1.0 + tl.exp(-gate)), dtype) * rounded(up, dtype)
+
+
+def silu_gated(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of both: [rows, 2 * n], gate then up, contiguous. Returns [rows, n]."""
+    rows, n = both.shape[0], both.shape[1] // 2
+    out = torch.empty(rows, n, dtype=both.dtype, device=both.device)
+    _silu_gated[(triton.cdiv(n, BLOCK), rows)](
+        both, out, n, BLOCK=BLOCK, num_warps=4, **launch_options(both.device)
+    )
+    return out
+
+
+def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """residual + y, written over y, which is contiguous; both [rows, n]. Returns y."""
+    rows, n = y.shape
+    _add_residual[(triton.cdiv(n, BLOCK), rows)](
+        y, residual, residual.stride(0), n, BLOCK=BLOCK, num_warps=4, **launch_options(y.device)
+    )
+    return y
+
+
+@triton.jit
+def _silu_gated(both, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    gate = tl.load(both + row * 2 * n + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * n + n + columns, mask=inside, other=0.0).to(tl.float32)
+    y = gated_value(gate, up, out.dtype.element_ty)
+    tl.store(out + row * n + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_residual(y, residual, residual_stride, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < n
+    at = y + row * n + columns
+    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(y.dtype.element_ty), mask=inside)
+
+
+AOT_CASES = [
+    AotCase(
+        _silu_gated,
+        {"both": "*bf16", "out": "*bf16", "n": "i32", "BLOCK": "constexpr", "PDL": "constexpr"},
+        {"BLOCK": BLOCK},
+        pdl=True,
+    ),
+    AotCase(
+        _add_residual,
+        {
+            "y": "*bf16",
+            "residual": "*bf16",
+            "residual_stride": "i64",
+            "n": "i32",
+            "BLOCK": "constexpr",
+            "PDL": "constexpr",
+        },
+        {"BLOCK": BLOCK},
+        pdl=True,
+    ),
+]

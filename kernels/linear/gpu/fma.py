@@ -1,0 +1,176 @@
+"""Linear of 1 to 8 rows on the ordinary cores: the weight streams past once, each program owns whole outputs.
+
+Products and sums are float32 and never rounded before the epilogue. Each thread adds up its own vectors of k, so
+the shuffles of a reduction are paid once an output, not once a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.linear.gpu.epilogue import gated_value, rounded
+
+MOST_ROWS = 8
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def _fma(
+    x, x_stride, weight, norm, eps, residual, residual_stride, out, rows, n,
+    K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
+
+    ROWS: rows, or more, up to 8. VECTOR: values of 16 bytes. UNROLL: tiles of k are written out, not a loop.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
+    w_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * K
+    u_at = w_at + n.to(tl.int64) * K
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    w = _weights(w_at, 0, K, BLOCK_K)
+    u = _weights(u_at, 0, K, BLOCK_K) if GATED else w
+    g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+    acc = _zeros(ROWS, BLOCK_N, BLOCK_K // VECTOR)
+    acc_u = _zeros(ROWS if GATED else 0, BLOCK_N, BLOCK_K // VECTOR)
+    squares = _zeros(ROWS if norm is not None else 0, 1, BLOCK_K // VECTOR)
+    if UNROLL:
+        for step in tl.static_range(steps):
+            values, squares = _inputs(x, x_stride, rows, step, g, squares, K, ROWS, BLOCK_K, VECTOR)
+            acc = _add(acc, values, w, ROWS, VECTOR)
+            if GATED:
+                acc_u = _add(acc_u, values, u, ROWS, VECTOR)
+            if step + 1 < steps:
+                w = _weights(w_at, step + 1, K, BLOCK_K)
+                u = _weights(u_at, step + 1, K, BLOCK_K) if GATED else w
+                g = _norms(norm, step + 1, K, BLOCK_K) if norm is not None else w
+    else:
+        for step in range(steps):
+            # the next tile is asked for before this one is used; past the end, the mask asks for nothing
+            next_w = _weights(w_at, step + 1, K, BLOCK_K)
+            next_u = _weights(u_at, step + 1, K, BLOCK_K) if GATED else next_w
+            next_g = _norms(norm, step + 1, K, BLOCK_K) if norm is not None else next_w
+            values, squares = _inputs(x, x_stride, rows, step, g, squares, K, ROWS, BLOCK_K, VECTOR)
+            acc = _add(acc, values, w, ROWS, VECTOR)
+            if GATED:
+                acc_u = _add(acc_u, values, u, ROWS, VECTOR)
+            w = next_w
+            u = next_u
+            g = next_g
+    inside = outputs < n
+    for row in tl.static_range(ROWS):
+        y = tl.sum(acc[row], 1)
+        scale = 1.0
+        if norm is not None:
+            scale = tl.rsqrt(tl.sum(tl.sum(squares[row], 1), 0) / K + eps)
+            y = y * scale
+        if GATED:
+            y = gated_value(y, tl.sum(acc_u[row], 1) * scale, out.dtype.element_ty)
+        mask = inside & (row < rows)
+        if residual is not None:
+            r = tl.load(residual + row * residual_stride + outputs, mask=mask, other=0.0)
+            y = rounded(y, out.dtype.element_ty) + r.to(tl.float32)
+        tl.store(out + row * n.to(tl.int64) + outputs, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _columns(step, BLOCK_K: tl.constexpr):
+    return step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+
+
+@triton.jit
+def _weights(at, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of weights, [BLOCK_N, BLOCK_K]; `at`: where its outputs' rows begin."""
+    k = _columns(step, BLOCK_K)
+    if K == BLOCK_K:
+        return tl.load(at + k, eviction_policy="evict_first")
+    return tl.load(at + k, mask=k < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _norms(norm, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The norm's multipliers of a tile, [1, BLOCK_K]."""
+    k = _columns(step, BLOCK_K)
+    return tl.load(norm + k, mask=k < K, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _inputs(
+    x, x_stride, rows, step, g, squares,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """A tile of each row of x in float32, times the norm's multipliers, and the squares with the tile's added."""
+    k = _columns(step, BLOCK_K)
+    values = ()
+    sums = ()
+    for row in tl.static_range(ROWS):
+        at = x + tl.minimum(row, rows - 1) * x_stride
+        f = tl.load(at + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if len(squares) > 0:
+            sums += (squares[row] + _by_vector(f * f, VECTOR),)  # type: ignore[assignment]
+            f = f * g
+        values += (f,)  # type: ignore[assignment]
+    return values, sums
+
+
+@triton.jit
+def _by_vector(products, VECTOR: tl.constexpr):
+    """Sums of each thread's own vectors: [A, B] -> [A, B / VECTOR]; no thread asks another."""
+    shape: tl.constexpr = products.shape
+    return tl.sum(tl.reshape(products, [shape[0], shape[1] // VECTOR, VECTOR]), 2)
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(COUNT):
+        zeros += (tl.zeros([A, B], tl.float32),)  # type: ignore[assignment]
+    return zeros
+
+
+@triton.jit
+def _add(acc, values, w, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """Sums with the tile's added: a tuple by row of [BLOCK_N, BLOCK_K / VECTOR]."""
+    f = w.to(tl.float32)
+    sums = ()
+    for row in tl.static_range(ROWS):
+        sums += (acc[row] + _by_vector(values[row] * f, VECTOR),)  # type: ignore[assignment]
+    return sums
+
+
+_SIGNATURE = {
+    "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "rows": "i32", "n": "i32",
+    **dict.fromkeys(
+        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "PDL"), "constexpr"
+    ),
+}  # fmt: skip
+_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8}
+AOT_CASES = [
+    AotCase(
+        _fma,
+        _SIGNATURE | {"residual": "constexpr"},
+        _TILE | {"residual": None, "GATED": True, "ROWS": 1, "BLOCK_K": 1024, "UNROLL": 1},
+        pdl=True,
+    ),
+    AotCase(
+        _fma,
+        _SIGNATURE | {"norm": "constexpr"},
+        _TILE | {"norm": None, "ROWS": 4, "BLOCK_K": 512, "UNROLL": 0},
+        num_warps=2,
+        pdl=True,
+    ),
+    AotCase(
+        _fma,
+        _SIGNATURE | {"norm": "constexpr", "residual": "constexpr", "out": "*fp32"},
+        _TILE | {"norm": None, "residual": None, "ROWS": 2, "BLOCK_K": 512, "UNROLL": 1},
+        num_warps=2,
+        pdl=True,
+    ),
+]

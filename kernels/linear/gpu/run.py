@@ -1,0 +1,201 @@
+"""Runs a linear as a choice says: one skinny kernel, or cuBLAS between a norm kernel and an epilogue kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from mstar.kernels.launch import interpreted, launch_options
+from mstar.kernels.linear.gpu import dot, fma
+from mstar.kernels.linear.gpu.epilogue import add_residual, silu_gated
+from mstar.kernels.norm.gpu.rows import rms_norm_rows
+from mstar.kernels.registry import KernelChoice
+
+CUBLAS = KernelChoice("cublas")
+# What logits run where the library has no product with float32 results (ROCm); 64 rows a block.
+F32_FALLBACK = KernelChoice(
+    "dot",
+    (
+        ("BLOCK_K", 64),
+        ("BLOCK_N", 64),
+        ("PREFETCH", 0),
+        ("SPLIT_K", 1),
+        ("num_stages", 2),
+        ("num_warps", 4),
+    ),
+)
+COUNTERS = 1 << 14  # programs that a split launch may have; a split is for launches of a few hundred
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A launch that is ready: `start` runs it, `compile` only compiles it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    out: torch.Tensor
+
+    def start(self) -> torch.Tensor:
+        """Launches on the current stream. Returns what the kernel fills."""
+        self.kernel[self.grid](**self.arguments)
+        return self.out
+
+    def compile(self) -> None:
+        """Compiles, and leaves the result in Triton's cache on disk."""
+        self.kernel.warmup(grid=self.grid, **self.arguments)
+
+
+def run_linear(
+    choice: KernelChoice,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    kind: str,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`mstar.kernels.linear.linear`, or `gated_linear` under kind "gated", as `choice` says.
+
+    choice: of `candidates`; above 64 rows every choice is "cublas". kind: one of registry.KINDS.
+    x: [rows, k], rows may lie apart; weight: [n, k] or, gated, [2 * n, k], contiguous; norm: [k] float32, with any
+    kind; residual: [rows, n], of kind "residual". Returns [rows, n] in x's dtype, float32 under kind "f32".
+
+    Roundings are the reference's, but that a skinny kernel scales by 1/rms after the product: "fma" never rounds
+    norm(x), "dot" rounds x * norm. Raises ValueError where arguments do not fit each other or the choice.
+
+    Split launches share counters: do not run them on two streams of one device at a time.
+    """
+    _check(x, weight, kind, norm, residual)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
+    if x.shape[0] == 0:
+        return torch.empty(0, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
+    if choice.kernel == "cublas" or x.shape[0] > dot.MOST_ROWS:
+        return _run_cublas(x, weight, kind, norm, eps, residual)
+    return skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual).start()
+
+
+def skinny_call(
+    choice: KernelChoice,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    kind: str,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    device: torch.device | None = None,
+) -> Call:
+    """The launch of a skinny kernel; arguments as of `run_linear`.
+
+    out: [rows, n] contiguous, made here if None. device: what it is compiled for, x's if None; tensors may be
+    meta's where only `compile` is wanted.
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
+    device = x.device if device is None else device
+    if out is None:
+        out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
+    arguments = {
+        "x": x,
+        "x_stride": x.stride(0),
+        "weight": weight,
+        "norm": norm,
+        "eps": eps,
+        "residual": residual if kind == "residual" else None,
+        "residual_stride": residual.stride(0) if kind == "residual" and residual is not None else 0,
+        "out": out,
+        "rows": rows,
+        "n": n,
+        "K": k,
+        "GATED": kind == "gated",
+        **dict(choice.params),
+        **launch_options(device),
+    }
+    if choice.kernel == "fma":
+        if rows > fma.MOST_ROWS:
+            raise ValueError(f"fma takes {fma.MOST_ROWS} rows, not {rows}")
+        arguments |= {"ROWS": triton.next_power_of_2(rows), "VECTOR": 16 // x.element_size()}
+        return Call(fma._fma, (triton.cdiv(n, arguments["BLOCK_N"]),), arguments, out)
+    if choice.kernel != "dot":
+        raise ValueError(f"no kernel named {choice.kernel}")
+    split = arguments["SPLIT_K"]
+    if split > 1 and (norm is not None or kind == "gated"):
+        raise ValueError("a split of k goes with neither a norm nor a gate")
+    block = dot.block_rows(rows)
+    grid = (triton.cdiv(n, arguments["BLOCK_N"]), split, triton.cdiv(rows, block))
+    arguments |= {
+        "ROWS": block,
+        "scratch": torch.empty(split, rows, n, device=x.device) if split > 1 else None,
+        "counters": _counters(x.device, grid[0] * grid[2]) if split > 1 else None,
+        "PRESCALE": 1 / 16 if x.dtype == torch.float16 else 1.0,  # 16: more than a norm's multiplier is
+        "UPCAST": interpreted(),
+    }
+    return Call(dot._dot, grid, arguments, out)
+
+
+def _run_cublas(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    norm: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    if norm is not None:
+        x = rms_norm_rows(x, norm, eps)
+    if kind == "f32":
+        return _f32_product(x, weight)
+    y = F.linear(x, weight)
+    if kind == "gated":
+        return silu_gated(y)
+    return y if residual is None or kind != "residual" else add_residual(y, residual)
+
+
+def _f32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return F.linear(x, weight)
+    if x.is_cuda and torch.version.hip is None:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return skinny_call(F32_FALLBACK, x, weight, kind="f32").start()
+
+
+_COUNTERS: dict[torch.device, torch.Tensor] = {}
+
+
+def _counters(device: torch.device, count: int) -> torch.Tensor:
+    """Zeros that split launches count in and leave as zeros; they outlive every graph."""
+    if count > COUNTERS:
+        raise ValueError(f"a split launch of {count} programs: {COUNTERS} are counted")
+    if device not in _COUNTERS:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("run a split linear once before capturing it: its counters are made then")
+        _COUNTERS[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _COUNTERS[device]
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    norm: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} differ"
+        )
+    if not weight.is_contiguous():
+        raise ValueError("the weight is not contiguous")
+    if kind in ("norm", "gated") and norm is None:
+        raise ValueError(f"kind {kind} needs a norm")
+    if (kind == "residual") != (residual is not None):
+        raise ValueError(f"kind {kind}, and a residual: {residual is not None}")

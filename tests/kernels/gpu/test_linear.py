@@ -1,0 +1,199 @@
+"""The skinny linears and what stands around cuBLAS's, against float64: every kernel, kind and count of rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mstar.kernels.linear import gated_linear, linear
+from mstar.kernels.linear.gpu.candidates import CUBLAS, candidates, default, launches
+from mstar.kernels.linear.gpu.run import _counters, run_linear, skinny_call
+from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
+
+EPS = 1e-6
+# Of float32 sums of 205 products. Of what bf16 keeps 8 bits and fp16 11 (the interpreter cuts bf16 off where a GPU
+# rounds, twice the error), twice in a residual and up to four times in a gate.
+BOUNDS = {
+    "plain": {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 5e-3},
+    "norm": {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 9e-3},
+    "residual": {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2},
+    "gated": {torch.float32: 1e-6, torch.float16: 1.2e-3, torch.bfloat16: 2.5e-2},
+    "f32": {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6},
+}
+
+
+def choice(kernel: str, **params: int) -> KernelChoice:
+    return KernelChoice(kernel, tuple(sorted(params.items())))
+
+
+FMA = choice("fma", BLOCK_N=8, BLOCK_K=256, UNROLL=1, num_warps=1)
+FMA_LOOP = choice("fma", BLOCK_N=16, BLOCK_K=64, UNROLL=0, num_warps=2)
+DOT = choice("dot", BLOCK_N=16, BLOCK_K=128, SPLIT_K=1, PREFETCH=1, num_warps=1, num_stages=2)
+DOT_LOOP = choice("dot", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, PREFETCH=0, num_warps=2, num_stages=3)
+DOT_SPLIT = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, num_warps=2, num_stages=3)
+NAMES = {
+    "fma": FMA, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP, "dot-split": DOT_SPLIT, "cublas": CUBLAS,
+}  # fmt: skip
+ROWS = {
+    "fma": (1, 3, 8), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63), "dot-split": (5, 33),
+    "cublas": (1, 65),
+}  # fmt: skip
+
+
+def arguments(kind: str, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> dict:
+    """Random x whose rows lie apart, weight, and what the kind needs; NaN between the rows of x and residual."""
+    generator = torch.Generator().manual_seed(rows * 1000 + n)
+
+    def apart(columns: int) -> torch.Tensor:
+        whole = torch.full((rows, columns + 8), float("nan"))
+        whole[:, :columns] = torch.randn(rows, columns, generator=generator)
+        return whole.to(dtype).to(device)[:, :columns]
+
+    weight = torch.randn((2 if kind == "gated" else 1) * n, k, generator=generator) / k**0.5
+    return {
+        "x": apart(k),
+        "weight": weight.to(dtype).to(device),
+        "norm": torch.rand(k, generator=generator).to(device) + 0.5 if kind in ("norm", "gated") else None,
+        "eps": EPS,
+        "residual": apart(n) if kind == "residual" else None,
+    }
+
+
+def exact(kind: str, x, weight, norm, eps, residual) -> torch.Tensor:
+    """The formula in float64, nothing rounded."""
+    x = x.double()
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+    y = x @ weight.double().T
+    if kind == "gated":
+        gate, up = y.chunk(2, -1)
+        return gate / (1 + (-gate).exp()) * up
+    return y if residual is None else y + residual.double()
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, kind, dtype):
+    if name == "dot-split" and kind in ("norm", "gated"):
+        pytest.skip("a split goes with neither: test_what_does_not_fit_is_refused")
+    rows = ROWS[name] if dtype == torch.bfloat16 else ROWS[name][:1]
+    for count in rows:
+        given = arguments(kind, count, 37, 205, dtype, device)
+        got = run_linear(NAMES[name], given.pop("x"), given.pop("weight"), kind=kind, **given)
+        given = arguments(kind, count, 37, 205, dtype, device)
+        assert got.dtype == (torch.float32 if kind == "f32" else dtype)
+        assert relative(got, exact(kind, **given)) < BOUNDS[kind][dtype]
+        if kind == "gated":
+            want = gated_linear(given["x"], given["weight"], norm=given["norm"], eps=EPS)
+        else:
+            want = linear(out_f32=kind == "f32", **given)
+        assert relative(got, want) < 2 * BOUNDS[kind][dtype]
+
+
+@pytest.mark.parametrize("name", ["fma", "fma-loop", "dot", "dot-split"])
+def test_stores_end_where_the_output_does(device, name):
+    given = arguments("residual", 5, 37, 205, torch.bfloat16, device)
+    whole = torch.full((7, 37), 3.0, dtype=torch.bfloat16, device=device)
+    skinny_call(NAMES[name], kind="residual", out=whole[1:6], **given).start()
+    assert relative(whole[1:6], exact("residual", **given)) < 1e-2
+    assert torch.equal(whole[[0, 6]].float(), torch.full((2, 37), 3.0, device=device))
+
+
+@pytest.mark.parametrize("name", ["fma", "dot", "dot-split"])
+def test_a_row_does_not_depend_on_its_neighbours(device, name):
+    given = arguments("f32", 7, 37, 205, torch.bfloat16, device)
+    whole = run_linear(NAMES[name], given["x"], given["weight"], kind="f32")
+    poisoned = given["x"].clone()
+    poisoned[[0, 1, 3, 4, 5, 6]] = float("nan")
+    alone = run_linear(NAMES[name], poisoned, given["weight"], kind="f32")
+    assert torch.equal(alone[2], whole[2])
+    assert alone[[0, 6]].isnan().all()
+
+
+def test_split_counters_are_zero_again(device):
+    given = arguments("plain", 3, 37, 205, torch.float32, device)
+    first = run_linear(DOT_SPLIT, given["x"], given["weight"], kind="plain")
+    assert not _counters(device, 1).any()
+    assert torch.equal(run_linear(DOT_SPLIT, given["x"], given["weight"], kind="plain"), first)
+
+
+def test_fp16_norm_takes_inputs_whose_product_with_the_multiplier_is_too_large(device):
+    given = arguments("norm", 2, 37, 205, torch.float16, device)
+    given["x"] *= 15000
+    given["norm"] *= 6
+    got = run_linear(DOT, given["x"], given["weight"], kind="norm", norm=given["norm"], eps=EPS)
+    assert (given["x"].float() * given["norm"]).abs().max() > 65504
+    assert relative(got, exact("norm", **given)) < BOUNDS["norm"][torch.float16]
+
+
+def test_no_rows_and_too_many_rows(device):
+    given = arguments("plain", 65, 37, 205, torch.float32, device)
+    assert run_linear(FMA, given["x"][:0], given["weight"], kind="f32").shape == (0, 37)
+    got = run_linear(DOT, given["x"], given["weight"], kind="plain")
+    assert torch.equal(got, F.linear(given["x"], given["weight"]))
+
+
+def test_what_does_not_fit_is_refused(device):
+    given = arguments("gated", 9, 37, 205, torch.float32, device)
+    x, weight, norm = given["x"], given["weight"], given["norm"]
+    with pytest.raises(ValueError, match="8 rows, not 9"):
+        run_linear(FMA, x, weight, kind="plain")
+    with pytest.raises(ValueError, match="split"):
+        run_linear(DOT_SPLIT, x, weight, kind="gated", norm=norm)
+    with pytest.raises(ValueError, match="needs a norm"):
+        run_linear(CUBLAS, x, weight, kind="gated")
+    with pytest.raises(ValueError, match="residual"):
+        run_linear(CUBLAS, x, weight, kind="residual")
+    with pytest.raises(ValueError, match="differ"):
+        run_linear(CUBLAS, x, weight[:, 1:].contiguous(), kind="plain")
+    with pytest.raises(ValueError, match="not contiguous"):
+        run_linear(CUBLAS, x, torch.randn(205, 37, device=device).T, kind="plain")
+
+
+SIZES = [
+    (8224, 1024),
+    (1024, 2048),
+    (3584, 1024),
+    (1024, 3584),
+    (248320, 1024),
+    (12352, 4096),
+    (4096, 12288),
+    (64, 64),
+]
+
+
+@pytest.mark.parametrize("n, k", SIZES)
+def test_candidates_fit_and_hold_the_default(n, k):
+    for rows in ROW_BUCKETS:
+        for kind in KINDS:
+            for dtype in ("bf16", "fp32"):
+                key = GemmKey(kind, rows, n, k, dtype)
+                found = candidates(key)
+                assert found[0] == CUBLAS and default(key) in found
+                assert len(found) == len(set(found)) <= 24
+                assert (default(key) == CUBLAS) == (rows > 64)
+                for found_choice in found:
+                    check_fit(found_choice, key)
+
+
+def check_fit(found: KernelChoice, key: GemmKey) -> None:
+    params = dict(found.params)
+    assert found.params == tuple(sorted(found.params))
+    if found.kernel == "cublas":
+        assert launches(found, key) == {"norm": 2, "residual": 2, "gated": 3}.get(key.kind, 1)
+        return
+    assert launches(found, key) == 1
+    item = 4 if key.dtype == "fp32" else 2
+    if found.kernel == "fma":
+        assert key.rows <= 8
+        # all warps along k: see candidates
+        assert params["BLOCK_K"] % (32 * params["num_warps"] * 16 // item) == 0
+    else:
+        assert key.rows <= 64
+        assert params["SPLIT_K"] == 1 or key.kind in ("plain", "residual")
+        rows = params["BLOCK_N"] * (2 if key.kind == "gated" else 1) + max(8, key.rows)
+        assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
