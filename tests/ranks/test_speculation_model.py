@@ -1,4 +1,5 @@
-"""Speculation on the built-in model in float32: tokens, logprobs and states are plain decode's."""
+"""Speculation on the built-in model in float32, on one rank and over a mesh: tokens, logprobs and states are plain
+decode's on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from mstar.loader import resolve
 from mstar.loader.checkpoint import load_shard
 from mstar.loader.head import load_head
 from mstar.ranks.collectives import SoloCollective
+from mstar.ranks.messages import Abort
 from tests.support.engines import CPU, Bench, keys_and_values, settled, tiny
+from tests.support.shards import tiny_over
 from tests.support.tasks import questions
 
 KS = (1, 2, 3, 5, 8)
@@ -70,6 +73,21 @@ def answers(bench: Bench, given: dict[int, Request], **fields: Any) -> dict[int,
     return result
 
 
+def alike(got: dict[int, Answer], wanted: dict[int, Answer]) -> bool:
+    """Equal; the logprobs of a mesh but for the order of its sums."""
+    for request_id, (ids, entries, finish) in wanted.items():
+        own_ids, own_entries, own_finish = got[request_id]
+        if (own_ids, own_finish) != (ids, finish) or len(own_entries) != len(entries):
+            return False
+        for (own, own_top), (score, top) in zip(own_entries, entries, strict=True):
+            scores = [own, *(value for _, value in own_top)], [score, *(value for _, value in top)]
+            if [token for token, _ in own_top] != [token for token, _ in top]:
+                return False
+            if scores[0] != pytest.approx(scores[1], abs=1e-4):
+                return False
+    return got.keys() == wanted.keys()
+
+
 @pytest.fixture(scope="module")
 def plain() -> dict[int, Answer]:
     """Each request by itself, by an engine without a head."""
@@ -89,10 +107,10 @@ def test_the_requests_are_worth_asking(plain: dict[int, Answer]) -> None:
 
 
 @pytest.mark.parametrize("k", KS)
-def test_batched_answers_are_plain_ones(plain: dict[int, Answer], k: int) -> None:
+def test_batched_answers_are_plain_ones(plain: dict[int, Answer], k: int, ranks: int) -> None:
     """Greedy, sampled, penalised and capped side by side: ids, logprobs and ends."""
-    bench = tiny().bench(drafts=k, buckets=())
-    assert answers(bench, requests()) == plain
+    bench = tiny_over(ranks).bench(drafts=k, buckets=())
+    assert alike(answers(bench, requests()), plain)
     assert sum(bench.stats().spec_accepted) > 0
 
 
@@ -107,30 +125,29 @@ def test_batched_answers_are_plain_ones(plain: dict[int, Answer], k: int) -> Non
     ids=["preempted", "chunked", "slots reused", "padded"],
 )
 def test_answers_survive_preemption_chunks_reused_slots_and_padding(
-    plain: dict[int, Answer], changes: dict[str, Any]
+    plain: dict[int, Answer], changes: dict[str, Any], ranks: int
 ) -> None:
-    bench = tiny().bench(**({"drafts": 3, "buckets": ()} | changes))
-    assert answers(bench, requests()) == plain
+    bench = tiny_over(ranks).bench(**({"drafts": 3, "buckets": ()} | changes))
+    assert alike(answers(bench, requests()), plain)
     assert (bench.stats().preemptions > 0) == ("kv_blocks" in changes)
 
 
-def test_alone_and_beside_plain_requests_answers_are_the_same(plain: dict[int, Answer]) -> None:
+def test_alone_and_beside_plain_requests_answers_are_the_same(plain: dict[int, Answer], ranks: int) -> None:
     for request_id in (1, 3, 5, 8):
-        assert answers(tiny().bench(drafts=3), {request_id: requests()[request_id]}) == {
-            request_id: plain[request_id]
-        }
-    bench = tiny().bench(drafts=3)
+        got = answers(tiny_over(ranks).bench(drafts=3), {request_id: requests()[request_id]})
+        assert alike(got, {request_id: plain[request_id]})
+    bench = tiny_over(ranks).bench(drafts=3)
     mixed = {
         number: (prompt, sampling | {"spec_k": (0, None, 1)[number % 3]})
         for number, (prompt, sampling) in requests().items()
     }
-    assert answers(bench, mixed) == plain
+    assert alike(answers(bench, mixed), plain)
     assert all(not run.drafted for number in (3, 6) for run in bench.runs(number))
 
 
-def test_the_head_earns_its_keep() -> None:
+def test_the_head_earns_its_keep(ranks: int) -> None:
     """A pre-norm hidden, a hole or a wrong position would show here: the text is right whatever it drafts."""
-    bench = tiny().bench(drafts=3)
+    bench = tiny_over(ranks).bench(drafts=3)
     fields = {"max_tokens": 60, "eos_ids": (end_of_turn(),)}
     answers(bench, {n: (tiny().chat(question), fields) for n, question in enumerate(questions(8, seed=4), 1)})
     stats = bench.stats()
@@ -158,22 +175,22 @@ def state_after(bench: Bench, request: Request, length: int) -> tuple[int, list[
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("k", (1, 3, 8))
 def test_states_and_kv_at_the_same_position_are_plain_decodes_to_the_bit(
-    k: int, sampling: dict[str, Any]
+    k: int, sampling: dict[str, Any], ranks: int
 ) -> None:
     request = tiny().chat("Count from 3 to 40."), {"max_tokens": 300} | sampling
-    bench = tiny().bench(drafts=k)
+    bench = tiny_over(ranks).bench(drafts=k)
     reached, speculative = state_after(bench, request, 150)
-    again, ordinary = state_after(tiny().bench(), request, reached)
+    again, ordinary = state_after(tiny_over(ranks).bench(), request, reached)
     assert again == reached
     assert len(ordinary) == 2 * tiny().config.layer_types.count("linear_attention") + 2 * 2
     assert all(torch.equal(a, b) for a, b in zip(speculative, ordinary, strict=True))
     assert bench.executor.ahead[1, 0] > 0
 
 
-def test_the_heads_kv_is_that_of_a_head_that_followed_every_token() -> None:
+def test_the_heads_kv_is_that_of_a_head_that_followed_every_token(ranks: int) -> None:
     """Through accepted and rejected drafts, steps without drafts and chunks: as if all had been prompt."""
     prompt, sampling = requests()[1]
-    bench = tiny().bench(drafts=3, prefill_budget=64, mixed_budget=64)
+    bench = tiny_over(ranks).bench(drafts=3, prefill_budget=64, mixed_budget=64)
     policy = bench.scheduler.policy
     forced = iter([3, 3, 0, 3, 1, 0, 0, 2] * 20)
     policy.plan = lambda sequences: next(forced)  # type: ignore[method-assign]
@@ -185,7 +202,7 @@ def test_the_heads_kv_is_that_of_a_head_that_followed_every_token() -> None:
     mine = keys_and_values(bench, slot, reached, chain.cache)
     tokens = long + bench.tokens()[1]
 
-    other = tiny().bench(drafts=3, max_num_seqs=1)
+    other = tiny_over(ranks).bench(drafts=3, max_num_seqs=1)
     other.submit(1, tokens[:reached], max_tokens=2, stop_ids=())
     other.engine.step()
     chain = other.leader._chain
@@ -196,38 +213,85 @@ def test_the_heads_kv_is_that_of_a_head_that_followed_every_token() -> None:
     assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.parametrize("k", (1, 5))
+def test_lengths_cut_at_each_offset_within_a_window(k: int, plain: dict[int, Answer], ranks: int) -> None:
+    """max_tokens by max_tokens, and max_seq by prompts that leave as much room."""
+    prompt, sampling = requests()[7]
+    ids, logprobs, _ = plain[7]
+    bench = tiny_over(ranks).bench(drafts=k, max_num_seqs=1)
+    for most in range(1, 2 * k + 4):
+        got = answers(bench, {most: (prompt, sampling | {"max_tokens": most})})
+        assert alike(got, {most: (ids[:most], logprobs[:most], "length")})
+        tight = tiny_over(ranks).bench(drafts=k, max_num_seqs=1, max_seq=len(prompt) + most)
+        assert alike(answers(tight, {7: (prompt, sampling)}), {7: (ids[:most], logprobs[:most], "length")})
+
+
+def test_mixed_batches_give_each_request_its_text_alone(plain: dict[int, Answer], ranks: int) -> None:
+    """Plain ones, ones that speculate, and one that comes into their midst with a prompt of many chunks."""
+    given = requests()
+    long = given[3][0] * 8, given[3][1] | {"max_tokens": 12}
+    alone = answers(tiny().bench(), {9: long})
+    bench = tiny_over(ranks).bench(drafts=3, mixed_budget=64)
+    for number in (1, 2, 3, 4, 5):
+        prompt, sampling = given[number]
+        bench.submit(number, prompt, **(sampling | {"spec_k": 0 if number % 2 else None}))
+    for _ in range(4):
+        bench.engine.step()
+    got = answers(bench, {9: long})
+    mixed = [plan for plan in bench.plans if plan.chunks and plan.decode_slots and plan.decode_counts]
+    assert len(mixed) > 3 and any(1 in plan.decode_counts and 4 in plan.decode_counts for plan in mixed)
+    assert alike(got, alone)
+    assert {n: bench.tokens()[n] for n in (1, 2, 3, 4, 5)} == {n: plain[n][0] for n in (1, 2, 3, 4, 5)}
+
+
+def test_a_then_b_then_a_again_and_after_an_abort_in_one_slot(plain: dict[int, Answer], ranks: int) -> None:
+    bench = tiny_over(ranks).bench(drafts=3, max_num_seqs=1)
+    given = requests()
+    prompt, sampling = given[2]
+    assert alike(answers(bench, {1: given[1]}), {1: plain[1]})
+    assert alike(answers(bench, {2: given[2]}), {2: plain[2]})
+    assert alike(answers(bench, {11: given[1]}), {11: plain[1]})
+    bench.submit(3, prompt, **sampling)
+    while not int(bench.executor.pending[1]):
+        assert bench.engine.step()
+    bench.engine.handle(Abort(3))
+    assert alike(answers(bench, {12: given[1]}), {12: plain[1]})
+
+
 @pytest.mark.parametrize("place", range(9))
-def test_end_of_text_inside_a_run_cuts_ids_and_logprobs(place: int, plain: dict[int, Answer]) -> None:
+def test_end_of_text_inside_a_run_cuts_ids_and_logprobs(
+    place: int, plain: dict[int, Answer], ranks: int
+) -> None:
     prompt, sampling = requests()[7]
     ids, logprobs, _ = plain[7]
     cut = ids.index(ids[20 + place]) + 1
-    got = answers(tiny().bench(drafts=8), {7: (prompt, sampling | {"eos_ids": (ids[20 + place],)})})
-    assert got == {7: (ids[:cut], logprobs[:cut], "stop")}
+    got = answers(tiny_over(ranks).bench(drafts=8), {7: (prompt, sampling | {"eos_ids": (ids[20 + place],)})})
+    assert alike(got, {7: (ids[:cut], logprobs[:cut], "stop")})
 
 
 @pytest.mark.parametrize("least", (0, 25))
-def test_min_tokens_holds_an_end_back_within_a_window(least: int) -> None:
+def test_min_tokens_holds_an_end_back_within_a_window(least: int, ranks: int) -> None:
     prompt = tiny().chat("What is 12 + 30?")
     fields = {"max_tokens": 60, "eos_ids": (end_of_turn(),), "min_tokens": least, "logprobs": 1}
     ordinary = answers(tiny().bench(), {1: (prompt, fields)})
     assert least <= len(ordinary[1][0]) and ordinary[1][2] == "stop"
-    for k in KS:
-        assert answers(tiny().bench(drafts=k), {1: (prompt, fields)}) == ordinary
+    for k in (1, 3, 8):
+        assert alike(answers(tiny_over(ranks).bench(drafts=k), {1: (prompt, fields)}), ordinary)
 
 
 @pytest.mark.parametrize("cap", range(6))
-def test_thinking_budget_is_hit_at_each_offset_of_a_window(cap: int) -> None:
+def test_thinking_budget_is_hit_at_each_offset_of_a_window(cap: int, ranks: int) -> None:
     request = tiny().chat("What is 12 + 30?"), thinking() | {"max_tokens": 24, "max_think_tokens": cap}
     ordinary = answers(tiny().bench(), {1: request})
     assert thinking()["think_end_id"] in ordinary[1][0][: cap + 1]
-    assert answers(tiny().bench(drafts=5), {1: request}) == ordinary
+    assert alike(answers(tiny_over(ranks).bench(drafts=5), {1: request}), ordinary)
 
 
-def test_equal_seeds_in_different_batches_draw_equal_tokens() -> None:
+def test_equal_seeds_in_different_batches_draw_equal_tokens(ranks: int) -> None:
     request = tiny().chat("Write a short story about a lantern."), {"temperature": 1.0, "seed": 5}
     alone = answers(tiny().bench(), {9: request})
     crowd = {n: (tiny().chat(q), {"temperature": 1.0}) for n, q in enumerate(questions(6), 1)}
-    assert answers(tiny().bench(drafts=3), crowd | {9: request})[9] == alone[9]
+    assert answers(tiny_over(ranks).bench(drafts=3), crowd | {9: request})[9] == alone[9]
 
 
 def test_the_head_is_fed_the_hidden_after_the_final_norm() -> None:
