@@ -45,6 +45,7 @@ __all__ = [
 
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5570"
 CONNECT_S = 3.0
+TRACE_S = 120.0  # a rank gives a profile up after 60 s without enough steps
 ANSWER_S = 60.0  # an unload waits for its ranks to end, which takes 10 s at worst
 T = TypeVar("T")
 GenerationEvent = GenStart | Token | Reasoning | Done
@@ -146,9 +147,10 @@ class AsyncClient:
         """What is loaded and how its ranks are."""
         return cast(StatusEvent, await self._ask("status"))
 
-    async def stats(self) -> StatsEvent:
-        """The counters since load."""
-        return cast(StatsEvent, await self._ask("stats"))
+    async def stats(self, trace_steps: int = 0) -> StatsEvent:
+        """The counters since load; with `trace_steps`, once so many further steps were profiled into a file."""
+        request = self._core.request("stats", {"trace_steps": trace_steps} if trace_steps else {})
+        return cast(StatsEvent, await self._core.ask(request, TRACE_S if trace_steps else ANSWER_S))
 
     async def unload(self) -> Unloaded:
         """Ends the load and waits until its ranks are gone."""
@@ -236,9 +238,9 @@ class Client:
         """What is loaded and how its ranks are."""
         return self._thread.run(self._client.status())
 
-    def stats(self) -> StatsEvent:
-        """The counters since load."""
-        return self._thread.run(self._client.stats())
+    def stats(self, trace_steps: int = 0) -> StatsEvent:
+        """The counters since load; with `trace_steps`, once so many further steps were profiled into a file."""
+        return self._thread.run(self._client.stats(trace_steps))
 
     def unload(self) -> Unloaded:
         """Ends the load and waits until its ranks are gone."""

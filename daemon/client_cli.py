@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import sys
 import time
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -181,9 +183,24 @@ def status(client: Client, as_json: bool) -> None:
 
 @command
 @as_json
-def stats(client: Client, as_json: bool) -> None:
-    """Tell the counters since load."""
-    event = client.stats()
+@click.option("--phases", is_flag=True, help="Only the parts of a step: p50, p95, mean (us) and count.")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Profile steps into this file."
+)
+@click.option("--steps", type=click.IntRange(1, 1000), default=20, show_default=True, help="Of the profile.")
+def stats(client: Client, as_json: bool, phases: bool, trace: Path | None, steps: int) -> None:
+    """Tell the counters since load. A trace opens in Perfetto; the daemon must be serving while it is taken."""
+    event = client.stats(steps if trace is not None else 0)
+    if trace is not None:
+        if event.trace is None:
+            raise click.ClickException("no profile: too few steps came; send requests while it is taken")
+        shutil.move(event.trace, trace)
+        click.echo(f"{trace}: {steps} steps", err=True)
+        event.trace = str(trace)
+    if phases and not as_json:
+        for name, (p50, p95, mean, count) in event.phases.items():
+            click.echo(f"{name:<8} p50 {p50:9.1f}  p95 {p95:9.1f}  mean {mean:9.1f} us  of {count:.0f} steps")
+        return
     if as_json:
         _print_event(event)
         return

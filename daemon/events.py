@@ -264,6 +264,17 @@ class StatsEvent:
     engine: Annotated[dict[str, Any], Field(description="Further counters of the engine")] = field(
         default_factory=dict
     )
+    phases: Annotated[
+        dict[str, list[float]],
+        Field(
+            description="Parts of the latest 512 steps: p50, p95 and mean in microseconds, and how many. `plan`, "
+            "`launch`, `wait` and `send` are the host's, `device` and `gap` (between two steps) a GPU's"
+        ),
+    ] = field(default_factory=dict)
+    trace: Annotated[
+        str | None,
+        Field(description="The profile that `trace_steps` asked for; null where too few steps came"),
+    ] = None
     id: AnswerId = None
 
 

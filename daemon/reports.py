@@ -81,6 +81,8 @@ def stats_event(engine: EngineStats | None, registry: Registry, id: str | int | 
             "decode_tokens": engine.decode_tokens,
             **engine.extra,
         }
+        event.phases = engine.phases
+        event.trace = engine.trace_path or None
     return event
 
 

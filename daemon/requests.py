@@ -353,9 +353,12 @@ class Status(_Plain):
 
 
 class Stats(_Plain):
-    """Asks for the counters since load."""
+    """Asks for the counters since load. With `trace_steps`, answered when so many further steps were profiled."""
 
     type: Literal["stats"] = "stats"
+    trace_steps: int = Field(
+        default=0, ge=0, le=1000, description="Steps to profile into a file that the answer names; 0 for none"
+    )
 
 
 class Shutdown(_Plain):

@@ -43,6 +43,7 @@ from mstar.daemon.zmq_face import ZmqFace
 log = logging.getLogger("mstar.server")
 
 _STATS_LIMIT_S = 2.0
+_TRACE_LIMIT_S = 90.0  # a rank gives up after 60 s without steps
 
 
 class StartupLoadError(Exception):
@@ -240,7 +241,9 @@ class Server:
             raise ProtocolError("no_model", "no model is loaded")
 
         async def stats() -> Event:
-            engine = await model.mesh.query_stats(_STATS_LIMIT_S)
+            engine = await model.mesh.query_stats(
+                _TRACE_LIMIT_S if request.trace_steps else _STATS_LIMIT_S, request.trace_steps
+            )
             return reports.stats_event(engine, self.registry, request.id)
 
         self._answer(peer, request, stats())

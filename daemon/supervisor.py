@@ -177,19 +177,28 @@ class Mesh:
         self._schedule_flush()
         return True
 
-    async def query_stats(self, limit_s: float) -> EngineStats | None:
-        """The engine's counters now, or the last known ones where it does not answer in time."""
+    async def query_stats(self, limit_s: float, trace_steps: int = 0) -> EngineStats | None:
+        """The engine's counters now, or the last known ones where it does not answer in time.
+
+        trace_steps: further steps to profile first, into a file beside the system's temporary ones.
+        """
         self._next_query += 1
         query_id = self._next_query
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
         self._queries[query_id] = answer
+        path, written = _trace_path() if trace_steps else "", False
         try:
-            if self.send(QueryStats(query_id)):
-                self.last_stats = await asyncio.wait_for(answer, limit_s)
+            if self.send(QueryStats(query_id, path, trace_steps)):
+                stats = await asyncio.wait_for(answer, limit_s)
+                written = bool(stats.trace_path)
+                self.last_stats = dataclasses.replace(stats, trace_path="")
+                return stats
         except TimeoutError:
             pass
         finally:
             self._queries.pop(query_id, None)
+            if path and not written:
+                Path(path).unlink(missing_ok=True)
         return self.last_stats
 
     # Helpers
@@ -353,3 +362,10 @@ def _anonymous_memory(size_bytes: int) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size_bytes)
     return fd
+
+
+def _trace_path() -> str:
+    """An empty file that only this user reads, for a rank to fill."""
+    descriptor, path = tempfile.mkstemp(prefix="mstar-trace-", suffix=".json")
+    os.close(descriptor)
+    return path

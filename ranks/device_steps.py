@@ -47,7 +47,8 @@ class Results:
     """(token, finish code) of a step's draws on their way to the host: finals from row 0, decoding ones behind."""
 
     host: torch.Tensor  # [2 * most, 2] int64, pinned
-    arrived: torch.cuda.Event | None  # None: at once
+    begun: torch.cuda.Event | None  # None, both: at once
+    arrived: torch.cuda.Event | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Launched:
     finals: int
     decodes: int
     most: int
+    plain: bool  # a decode part alone
+    before: Results | None  # of the step before it, where that was under way when this one was launched
 
     @property
     def done(self) -> bool:
@@ -70,6 +73,16 @@ class Launched:
         rows = self.results.host[: self.finals].tolist()
         rows += self.results.host[self.most : self.most + self.decodes].tolist()
         return Drawn([[token] for token, _ in rows], [code for _, code in rows])
+
+    def device_times(self) -> list[tuple[str, float]]:
+        """Its time on the device, and what passed between it and the step before it."""
+        begun, arrived = self.results.begun, self.results.arrived
+        if begun is None or arrived is None or not self.plain:
+            return []
+        times = [("device", begun.elapsed_time(arrived) / 1e3)]
+        if self.before is not None and self.before.arrived is not None:
+            times.append(("gap", self.before.arrived.elapsed_time(begun) / 1e3))
+        return times
 
 
 class DeviceSteps:
@@ -113,6 +126,7 @@ class DeviceSteps:
         self._drawn = torch.zeros(2 * most, 2, dtype=torch.int64, device=device)
         self._ring = [self._results() for _ in range(RESULTS)]
         self._turn = 0
+        self._latest: Launched | None = None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.graph_bytes = 0
 
@@ -127,18 +141,26 @@ class DeviceSteps:
     def launch(self, plan: StepPlan) -> Launched:
         """Runs all of the plan's rows; returns at once."""
         executor = self._executor
+        results = self._ring[self._turn]
+        before = self._latest if self._latest is not None and not self._latest.done else None
+        stream = None if results.arrived is None else torch.cuda.current_stream(executor.device)
+        if results.begun is not None and stream is not None:
+            results.begun.record(stream)
         finals = self._prefill(plan)
         decodes = len(plan.decode_slots)
         if decodes:
             self._place(plan.decode_slots, plan.decode_bucket)
             filtered = self._sampler.filtered(plan.decode_slots)
             self._decode(plan.decode_bucket, filtered)
-        results = self._ring[self._turn]
         self._turn = (self._turn + 1) % RESULTS
         results.host.copy_(self._drawn, non_blocking=True)
-        if results.arrived is not None:
-            results.arrived.record(torch.cuda.current_stream(executor.device))
-        return Launched(results, finals, decodes, self._most)
+        if results.arrived is not None and stream is not None:
+            results.arrived.record(stream)
+        launched = Launched(
+            results, finals, decodes, self._most, not plan.chunks, None if before is None else before.results
+        )
+        self._latest = launched
+        return launched
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int, str], None]) -> None:
@@ -222,4 +244,6 @@ class DeviceSteps:
         device = self._executor.device
         on_cpu = device.type == "cpu"
         host = torch.zeros(2 * self._most, 2, dtype=torch.int64, pin_memory=not on_cpu)
-        return Results(host, None if on_cpu else torch.cuda.Event())
+        if on_cpu:
+            return Results(host, None, None)
+        return Results(host, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))

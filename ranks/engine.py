@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from mstar.ranks.leader import InFlight, Leader
 from mstar.ranks.messages import (
@@ -17,8 +18,10 @@ from mstar.ranks.messages import (
     Submit,
     Tokens,
 )
+from mstar.ranks.phases import Phases
 from mstar.ranks.plan import StepPlan
 from mstar.ranks.scheduler import Scheduler
+from mstar.ranks.trace import Trace
 
 
 class Engine:
@@ -32,6 +35,8 @@ class Engine:
         self._leader = leader
         self._emit = emit
         self._flights: deque[tuple[StepPlan, InFlight]] = deque()  # oldest first
+        self._phases = Phases()
+        self._trace: Trace | None = None
 
     @property
     def running(self) -> int:
@@ -54,7 +59,7 @@ class Engine:
         elif isinstance(command, Abort):
             self._scheduler.abort(command.request_id)
         elif isinstance(command, QueryStats):
-            self._emit(self._stats(command.query_id))
+            self._query(command)
         else:
             return False
         return True
@@ -64,12 +69,17 @@ class Engine:
 
         On a device the step launched here runs while the next call plans another.
         """
-        scheduler = self._scheduler
+        scheduler, phases = self._scheduler, self._phases
+        begun = time.perf_counter()
         plan = scheduler.plan()
         for request in scheduler.admitted:
             self._emit(Started(request.request_id, cached_tokens=0, at=time.monotonic()))
         if plan is not None:
-            self._flights.append((plan, self._leader.launch(plan)))
+            phases.add("plan", time.perf_counter() - begun)
+            if self._trace is not None:
+                self._trace.before_step()
+            with phases.timed("launch"):
+                self._flights.append((plan, self._leader.launch(plan)))
         ahead = 0 if plan is None else self._leader.steps_ahead
         collected = False
         while self._flights and (len(self._flights) > ahead or self._flights[0][1].done):
@@ -78,11 +88,32 @@ class Engine:
         return plan is not None or collected
 
     def _collect(self, plan: StepPlan, flight: InFlight) -> None:
-        runs = self._scheduler.commit(plan, flight.wait())
-        if runs:
-            self._emit(Tokens(runs, at=time.monotonic()))
+        with self._phases.timed("wait"):
+            drawn = flight.wait()
+        for phase, seconds in flight.device_times():
+            self._phases.add(phase, seconds)
+        with self._phases.timed("send"):
+            runs = self._scheduler.commit(plan, drawn)
+            if runs:
+                self._emit(Tokens(runs, at=time.monotonic()))
+        if self._trace is not None and self._trace.after_step():
+            self._end_trace()
 
-    def _stats(self, query_id: int) -> EngineStats:
+    def _query(self, command: QueryStats) -> None:
+        if self._trace is not None and self._trace.expired:
+            self._end_trace()
+        if command.trace_path and self._trace is None:
+            self._trace = Trace(Path(command.trace_path), command.trace_steps, command.query_id)
+        else:
+            self._emit(self._stats(command.query_id))
+
+    def _end_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            written = trace.end()
+            self._emit(self._stats(trace.query_id, str(trace.path) if written else ""))
+
+    def _stats(self, query_id: int, trace_path: str = "") -> EngineStats:
         scheduler = self._scheduler
         counters = scheduler.counters
         return EngineStats(
@@ -101,4 +132,6 @@ class Engine:
             spec_steps=scheduler.spec.steps,
             spec_drafted=list(scheduler.spec.drafted),
             spec_accepted=list(scheduler.spec.accepted),
+            phases=self._phases.report(),
+            trace_path=trace_path,
         )

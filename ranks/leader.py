@@ -25,6 +25,10 @@ class InFlight(Protocol):
 
     def wait(self) -> Drawn: ...
 
+    def device_times(self) -> list[tuple[str, float]]:
+        """Seconds on the device by phase, once it was waited for."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -35,6 +39,9 @@ class Finished:
 
     def wait(self) -> Drawn:
         return self.drawn
+
+    def device_times(self) -> list[tuple[str, float]]:
+        return []
 
 
 class Leader:

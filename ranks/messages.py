@@ -78,6 +78,8 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class QueryStats:
     query_id: int
+    trace_path: str = ""  # a file to write a profile of the next steps to; answered when it is there
+    trace_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,9 @@ class EngineStats:
     spec_steps: int = 0  # decode steps of requests that speculate, those without drafts too: tau is of these
     spec_drafted: list[int] = field(default_factory=list)  # drafts checked, by depth (the first draft first)
     spec_accepted: list[int] = field(default_factory=list)  # of these, accepted
+    # of the latest steps, by part: [p50, p95, mean] in microseconds and the count
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    trace_path: str = ""  # of the profile that was asked for; empty where no step came
 
 
 Command = Submit | Abort | QueryStats | Stop

@@ -16,6 +16,7 @@ from mstar.kernels.native import set_threads
 from mstar.loader.checkpoint import TORCH_DTYPES, load_shard
 from mstar.loader.config import ModelConfig, read_config
 from mstar.loader.head import load_head, load_vocab
+from mstar.loader.recipe import read_recipe
 from mstar.ranks.cache import BLOCK_SIZE
 from mstar.ranks.collectives import Collective, connect
 from mstar.ranks.executor import Executor
@@ -96,7 +97,7 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
     config = read_config(spec.model_dir, spec.overrides)
     dtype = TORCH_DTYPES[spec.dtype]
     collective, backend = connect(rank, spec.tp_size, device, Path(spec.run_dir), shm_fd)
-    weights = load_shard(spec.model_dir, config, rank, spec.tp_size, dtype, progress)
+    weights = load_shard(spec.model_dir, config, rank, spec.tp_size, dtype, progress, device)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     if device.type != "cpu":
         for name in weights:
@@ -106,6 +107,9 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
             config, weights, dtype=dtype, device=device, collective=collective, block_size=BLOCK_SIZE
         )
     notes = list(trunk.notes)
+    recipe = read_recipe(spec.model_dir)
+    if recipe is not None:
+        notes.append(recipe.note)
     if backend == "gloo":
         place = "shared memory" if device.type == "cpu" else "nccl"
         notes.append(f"gloo in place of {place} between ranks: slower, same sums")
@@ -118,11 +122,11 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
 def _load_head(shard: Shard, progress: Progress) -> None:
     """The head, and the whole vocabulary where the trunk holds a part of it: drafting is local to one rank."""
     spec, trunk = shard.spec, shard.trunk
-    weights = load_head(spec.model_dir, shard.config, shard.dtype, progress)
+    weights = load_head(spec.model_dir, shard.config, shard.dtype, progress, shard.device)
     embedding, lm_head = trunk.embedding, trunk.lm_head
     vocab: list[torch.Tensor] = []
     if spec.tp_size > 1:
-        table, own_head = load_vocab(spec.model_dir, shard.config, shard.dtype, progress)
+        table, own_head = load_vocab(spec.model_dir, shard.config, shard.dtype, progress, shard.device)
         vocab = [table] if own_head is None else [table, own_head]
     shard.head_bytes = sum(tensor.nbytes for tensor in (*weights.values(), *vocab))
     with torch.inference_mode():

@@ -1,0 +1,52 @@
+"""Profiles a few steps with torch's profiler, into a file that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# A trace whose steps do not come is given up.
+ARMED_S = 60.0
+
+
+class Trace:
+    """Armed when made; begins with the next step, and is due after `steps` of them."""
+
+    def __init__(self, path: Path, steps: int, query_id: int) -> None:
+        self.path = path
+        self.query_id = query_id
+        self._left = steps
+        self._until = time.monotonic() + ARMED_S
+        self._profile: profile | None = None
+
+    def before_step(self) -> None:
+        """Begins with the first one."""
+        if self._profile is None:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities)
+            self._profile.start()
+
+    def after_step(self) -> bool:
+        """Counts a step; True when it is to be ended."""
+        self._left -= 1
+        return self._left <= 0 or self.expired
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def end(self) -> bool:
+        """Writes what there is; False where no step came."""
+        if self._profile is None:
+            return False
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self.path))
+        self._profile = None
+        return True
