@@ -1,0 +1,352 @@
+"""Gated DeltaNet's decode step in one launch: conv, gates, replay of accepted drafts, recurrence, gated norm.
+
+A program owns one value head of one sequence: it holds S in registers, runs what is pending, then the committed
+row, writes S once, and runs the drafts on what it holds. Programs of one key head share its channels; that needs
+no order among them because the conv's inputs live in rings by position: position p is at p % ring, a step writes
+at its own rows' positions alone, and what it reads before them is written by nobody (`ring_rows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.gdn.gpu.recurrence import advance, conv_silu, gated_norm, gates, load_taps, unit_keys
+from mstar.kernels.gdn.weights import GdnWeights
+from mstar.kernels.launch import launch_options
+from mstar.kernels.rows import Rows
+
+MAX_WIDTH = 4  # taps of the conv that a program carries
+SINK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """num_warps: of a program, each with its columns of S. splits: programs a head, by columns of S.
+
+    With splits > 1 a second launch norms what the programs left in float32.
+    """
+
+    num_warps: int
+    splits: int = 1
+
+
+def ring_rows(drafts: int) -> int:
+    """Rows of the rings of a load that checks up to `drafts` drafts a step.
+
+    A step reads 3 positions before its pending ones (up to `drafts`) and writes up to 1 + drafts more.
+    """
+    return int(triton.next_power_of_2(2 * drafts + 4))
+
+
+def _launch_shape(sequences: int, value_heads: int) -> LaunchShape:
+    """How a decode step is launched: the one place to change after `python -m mstar.kernels.gdn.gpu.measure`.
+
+    Four warps: with eight, q and k have fewer elements than the program has threads, and Triton computes their
+    conv once a warp rather than share it (3.6: 255 registers and spills, where four warps need 203 and none).
+    """
+    return LaunchShape(num_warps=4)
+
+
+def gdn_decode_gpu(
+    proj: torch.Tensor,
+    weights: GdnWeights,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    window: torch.Tensor,
+    rows: Rows,
+    *,
+    shape: LaunchShape | None = None,
+    early: bool = False,
+) -> torch.Tensor:
+    """`rows.rows_per_seq` rows of each sequence: the first moves the state, the others are drafts.
+
+    proj: [sequences * rows_per_seq, proj_width], model dtype, rows contiguous within.
+    state: [slots, value_heads, key_dim, value_dim] float32; holds S after position starts - 1 - pending, and after
+        the first row on return.
+    conv: [slots, ring, channels], model dtype, position p's input of the conv at p % ring.
+    window: [slots, ring, 2 * value_heads], model dtype, b|a of a position likewise; no rows: a load without drafts.
+    rows.pending: the positions right before `starts` that the state is behind by; None: none anywhere. Only
+        sequences, rows_per_seq, starts, slots, fresh and pending are read: a decode part is uniform.
+    shape: instead of `_launch_shape`'s. early: what earlier steps left (metadata, S, rings) is read, and replayed,
+        before the wait for the launch this one depends on; right only where no kernel that may still run then has
+        written those: all kernels since the one that made `rows`, but one, waited for the whole launch before them.
+    Returns [rows, value_heads * value_dim] in the model dtype.
+
+    Slots are distinct but for the sink, whose sequences are fresh; its S is not written, its rings are.
+    Raises ValueError for what the kernel is not built for: a wide conv, a ring too small or not a power of two.
+    """
+    heads, k_dim, v_dim = weights.value_heads, weights.key_dim, weights.value_dim
+    count, ring, width = rows.rows_per_seq, conv.shape[1], weights.conv.shape[0]
+    shape = shape or _launch_shape(rows.sequences, heads)
+    _check(proj, weights, state, conv, window, rows, shape)
+    tile = v_dim // shape.splits
+    v_pad = triton.next_power_of_2(tile)
+    columns, lanes = _tile(triton.next_power_of_2(k_dim), v_pad, shape.num_warps)
+    split = shape.splits > 1
+    n = proj.shape[0]
+    out = torch.empty(n, heads * v_dim, dtype=proj.dtype, device=proj.device)
+    summed = torch.empty(n, heads * v_dim, dtype=torch.float32, device=proj.device) if split else out
+    options = launch_options(proj.device)
+    pending = rows.pending
+    _gdn_decode[(rows.sequences, heads, shape.splits)](
+        proj, proj.stride(0), summed, state, conv, window, weights.conv, weights.decay, weights.dt_bias,
+        weights.norm, rows.slots, rows.starts, rows.fresh, rows.slots if pending is None else pending, weights.eps,
+        KEY_HEADS=weights.key_heads, VALUE_HEADS=heads, K=k_dim, V=v_dim, RING=ring, WIDTH=width, ROWS=count,
+        PENDING=pending is not None, WINDOW=window.shape[1] > 0, SPLITS=shape.splits,
+        K_PAD=triton.next_power_of_2(k_dim), V_PAD=v_pad, LANES=lanes, COLUMNS=columns, EARLY=early,
+        num_warps=shape.num_warps, **options,
+    )  # fmt: skip
+    if split:
+        _norm_heads[(n, heads)](
+            summed, proj, proj.stride(0), weights.norm, out, weights.channels, weights.eps,
+            VALUE_HEADS=heads, V=v_dim, V_PAD=triton.next_power_of_2(v_dim), num_warps=1, **options,
+        )  # fmt: skip
+    return out
+
+
+def _tile(
+    k_pad: int, v_pad: int, num_warps: int, warp: int = 64 if torch.version.hip else 32
+) -> tuple[int, int]:
+    """(columns of S that a warp holds, lanes that its rows are dealt to): each lane holds 16 bytes of a row."""
+    columns = max(1, v_pad // num_warps)
+    return columns, min(k_pad, max(1, warp // max(1, columns // 4)))
+
+
+def _check(
+    proj: torch.Tensor,
+    weights: GdnWeights,
+    state: torch.Tensor,
+    conv: torch.Tensor,
+    window: torch.Tensor,
+    rows: Rows,
+    shape: LaunchShape,
+) -> None:
+    count, ring, width = rows.rows_per_seq, conv.shape[1], weights.conv.shape[0]
+    if not 2 <= width <= MAX_WIDTH:
+        raise ValueError(f"conv of {width} taps: the GPU's decode carries 2 to {MAX_WIDTH}")
+    drafts = count - 1
+    if ring & (ring - 1) or ring < ring_rows(drafts):
+        raise ValueError(
+            f"ring of {ring} rows for {drafts} drafts: needs a power of two from {ring_rows(drafts)}"
+        )
+    if (drafts or rows.pending is not None) and window.shape[1] != ring:
+        raise ValueError(f"drafts need the gates' ring: window has {window.shape[1]} rows, conv {ring}")
+    if weights.value_dim % shape.splits:
+        raise ValueError(f"{shape.splits} splits do not divide the value dim, {weights.value_dim}")
+    assert proj.shape == (rows.sequences * count, weights.proj_width) and proj.stride(1) == 1
+    assert state.is_contiguous() and conv.is_contiguous() and window.is_contiguous()
+
+
+@triton.jit
+def _gdn_decode(
+    proj, stride, out, state, conv, window, conv_w, decay, dt_bias, norm, slots, starts, fresh, pending, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * K
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * V
+    Z_AT: tl.constexpr = CHANNELS
+    GATES_AT: tl.constexpr = CHANNELS + VALUE_HEADS * V
+    TILE: tl.constexpr = V // SPLITS
+    DTYPE: tl.constexpr = proj.dtype.element_ty
+
+    # S as [lanes, warps, registers, columns]: rows of S by lane and register, columns by warp, four a lane, so that
+    # a load is 16 bytes a lane and the sums over key_dim end within a warp, without a barrier. The order of the
+    # axes is how Triton's coalescing deals them: the contiguous one to lanes, then from the first one on.
+    i0 = tl.arange(0, LANES)[:, None, None, None]
+    i1 = tl.arange(0, V_PAD // COLUMNS)[None, :, None, None]
+    i2 = tl.arange(0, K_PAD // LANES)[None, None, :, None]
+    i3 = tl.arange(0, COLUMNS)[None, None, None, :]
+    key = tl.arange(0, K_PAD)
+    value = tl.arange(0, V_PAD // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    in_k = key < K
+    in_v = value < TILE
+    first = head * V + tl.program_id(2) * TILE  # this program's first column of the value heads'
+    q_at = head // GROUP * K + key
+    k_at = KEYS + q_at
+    v_at = 2 * KEYS + first + value
+
+    wq = load_taps(conv_w, q_at, in_k, CHANNELS, WIDTH)
+    wk = load_taps(conv_w, k_at, in_k, CHANNELS, WIDTH)
+    wv = load_taps(conv_w, v_at, in_v, CHANNELS, WIDTH)
+    head_decay = tl.load(decay + head)
+    head_bias = tl.load(dt_bias + head)
+    if SPLITS == 1:
+        w_norm = tl.load(norm + value, mask=in_v, other=0.0)
+
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+    slot = tl.load(slots + sequence).to(tl.int64)
+    start = tl.load(starts + sequence)
+    kept = tl.load(fresh + sequence) == 0
+    s_at = (slot * VALUE_HEADS + head) * K * V + tl.program_id(2) * TILE
+    row_of_s = i0 * (K_PAD // LANES) + i2
+    column_of_s = i1 * COLUMNS + i3
+    in_s = (row_of_s < K) & (column_of_s < TILE)
+    s_at = state + s_at + row_of_s * V + column_of_s
+    s = tl.load(s_at, mask=in_s & kept, other=0.0)
+
+    ring = conv + slot * RING * CHANNELS
+    gate_ring = window + slot * RING * (2 * VALUE_HEADS)
+    back = start * 0
+    if PENDING:
+        back = tl.where(kept, tl.load(pending + sequence), 0).to(tl.int64)
+    q0, q1, q2 = _before(ring, start, q_at, in_k, kept, RING, CHANNELS)
+    k0, k1, k2 = _before(ring, start - back, k_at, in_k, kept, RING, CHANNELS)
+    v0, v1, v2 = _before(ring, start - back, v_at, in_v, kept, RING, CHANNELS)
+
+    # inputs are loaded one row ahead: a row's work hides the latency of the next one's
+    if PENDING:
+        place = (start - back) & (RING - 1)
+        there = back > 0
+        k3 = tl.load(ring + place * CHANNELS + k_at, mask=in_k & there, other=0.0)
+        v3 = tl.load(ring + place * CHANNELS + v_at, mask=in_v & there, other=0.0)
+        b, a = _load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
+        for index in range(back.to(tl.int32)):
+            beta, forget = gates(b, a, head_decay, head_bias)
+            kh = conv_silu(k0, k1, k2, k3, wk, DTYPE)
+            vh = conv_silu(v0, v1, v2, v3, wv, DTYPE)
+            k0, k1, k2 = k1, k2, k3
+            v0, v1, v2 = v1, v2, v3
+            place = (start - back + index + 1) & (RING - 1)
+            there = index + 1 < back
+            k3 = tl.load(ring + place * CHANNELS + k_at, mask=in_k & there, other=0.0)
+            v3 = tl.load(ring + place * CHANNELS + v_at, mask=in_v & there, other=0.0)
+            b, a = _load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
+            _, kh, _ = unit_keys(kh, kh, K)
+            s, _ = advance(s, kh, kh, vh, 0.0, beta, forget, False)
+
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+    row = sequence.to(tl.int64) * ROWS
+    line = proj + row * stride
+    q3 = tl.load(line + q_at, mask=in_k, other=0.0)
+    k3 = tl.load(line + k_at, mask=in_k, other=0.0)
+    v3 = tl.load(line + v_at, mask=in_v, other=0.0)
+    z = tl.load(line + Z_AT + first + value, mask=in_v, other=0.0)
+    b, a = _load_gates(line + GATES_AT + head, True, VALUE_HEADS)
+    for index in range(ROWS):
+        place = (start + index) & (RING - 1)
+        if WINDOW:
+            tl.store(gate_ring + place * (2 * VALUE_HEADS) + head, b)
+            tl.store(gate_ring + place * (2 * VALUE_HEADS) + VALUE_HEADS + head, a)
+        tl.store(ring + place * CHANNELS + q_at, q3, mask=in_k)
+        tl.store(ring + place * CHANNELS + k_at, k3, mask=in_k)
+        tl.store(ring + place * CHANNELS + v_at, v3, mask=in_v)
+        beta, forget = gates(b, a, head_decay, head_bias)
+        qh = conv_silu(q0, q1, q2, q3, wq, DTYPE)
+        kh = conv_silu(k0, k1, k2, k3, wk, DTYPE)
+        vh = conv_silu(v0, v1, v2, v3, wv, DTYPE)
+        gate = z
+        if ROWS > 1:
+            q0, q1, q2 = q1, q2, q3
+            k0, k1, k2 = k1, k2, k3
+            v0, v1, v2 = v1, v2, v3
+            line += stride
+            there = index + 1 < ROWS
+            q3 = tl.load(line + q_at, mask=in_k & there, other=0.0)
+            k3 = tl.load(line + k_at, mask=in_k & there, other=0.0)
+            v3 = tl.load(line + v_at, mask=in_v & there, other=0.0)
+            z = tl.load(line + Z_AT + first + value, mask=in_v & there, other=0.0)
+            b, a = _load_gates(line + GATES_AT + head, there, VALUE_HEADS)
+        qh, kh, along = unit_keys(qh, kh, K)
+        s, o = advance(s, qh, kh, vh, along, beta, forget, True)
+        if index == 0:
+            tl.store(s_at, s, mask=in_s & (slot != 0))
+        if SPLITS == 1:
+            o = gated_norm(o, gate, w_norm, in_v, V, eps, DTYPE)
+        tl.store(
+            out + (row + index) * (VALUE_HEADS * V) + first + value, o.to(out.dtype.element_ty), mask=in_v
+        )
+
+
+@triton.jit
+def _load_gates(at, there, VALUE_HEADS: tl.constexpr):
+    """A row's b and a of the head that `at` points to."""
+    return tl.load(at, mask=there, other=0.0), tl.load(at + VALUE_HEADS, mask=there, other=0.0)
+
+
+@triton.jit
+def _before(ring, position, at, inside, kept, RING: tl.constexpr, CHANNELS: tl.constexpr):
+    """The conv's three inputs before `position`, oldest first; zero before the sequence's begin."""
+    x0 = tl.load(
+        ring + ((position - 3) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 2), other=0.0
+    )
+    x1 = tl.load(
+        ring + ((position - 2) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 1), other=0.0
+    )
+    x2 = tl.load(
+        ring + ((position - 1) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 0), other=0.0
+    )
+    return x0, x1, x2
+
+
+@triton.jit
+def _norm_heads(
+    summed, proj, stride, norm, out, channels, eps,
+    VALUE_HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The gated norm of one row's head, of what programs of a part of its columns left."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * V
+    value = tl.arange(0, V_PAD)[None, :]
+    in_v = value < V
+    w_norm = tl.load(norm + value, mask=in_v, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    o = tl.load(summed + row * (VALUE_HEADS * V) + first + value, mask=in_v, other=0.0)
+    z = tl.load(proj + row * stride + channels + first + value, mask=in_v, other=0.0)
+    o = gated_norm(o, z, w_norm, in_v, V, eps, out.dtype.element_ty)
+    tl.store(out + row * (VALUE_HEADS * V) + first + value, o.to(out.dtype.element_ty), mask=in_v)
+
+
+def _case(rows: int, pending: bool, dim: int, num_warps: int = 4, splits: int = 1) -> AotCase:
+    """A specialisation as a load of bf16 launches it: 16 key heads, 32 value heads of `dim`."""
+    pointers = {"proj": "bf16", "out": "bf16" if splits == 1 else "fp32", "state": "fp32", "conv": "bf16"}
+    pointers |= {"window": "bf16", "conv_w": "fp32", "decay": "fp32", "dt_bias": "fp32", "norm": "fp32"}
+    pointers |= {"slots": "i32", "starts": "i64", "fresh": "u8", "pending": "i32"}
+    columns, lanes = _tile(dim, dim // splits, num_warps)
+    constants = {
+        "KEY_HEADS": 16, "VALUE_HEADS": 32, "K": dim, "V": dim, "RING": ring_rows(rows - 1), "WIDTH": 4,
+        "ROWS": rows, "PENDING": pending, "WINDOW": pending, "SPLITS": splits, "K_PAD": dim,
+        "V_PAD": dim // splits, "LANES": lanes, "COLUMNS": columns, "EARLY": False,
+    }  # fmt: skip
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"stride": "i64", "eps": "fp32"}
+    signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
+    ordered = {name: signature[name] for name in _gdn_decode.arg_names}
+    return AotCase(_gdn_decode, ordered, constants, num_warps=num_warps, pdl=True)
+
+
+_NORM_CASE = AotCase(
+    _norm_heads,
+    {
+        "summed": "*fp32", "proj": "*bf16", "stride": "i64", "norm": "*fp32", "out": "*bf16", "channels": "i32",
+        "eps": "fp32", "VALUE_HEADS": "constexpr", "V": "constexpr", "V_PAD": "constexpr", "PDL": "constexpr",
+    },
+    {"VALUE_HEADS": 32, "V": 128, "V_PAD": 128},
+    num_warps=1,
+    pdl=True,
+)  # fmt: skip
+
+AOT_CASES = [
+    _case(1, False, 128),
+    _case(4, True, 128),
+    _case(1, False, 64),
+    _case(4, True, 64),
+    _case(1, False, 128, splits=2),
+    _NORM_CASE,
+]
