@@ -1,0 +1,233 @@
+"""The chunked delta rule of prefill: what a chunk does by itself, and the walk of the state over the chunks.
+
+The form of Yang et al., "Gated Delta Networks" (2024), as `mstar.kernels.gdn.reference.chunked_delta_rule`
+has it: within a chunk the updates solve a unit lower triangular system, between chunks the state moves once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.gdn.gpu.conv import keep_inputs
+from mstar.kernels.gdn.gpu.split import high, mma, mma_both, mma_left, mma_right, operand, rest, to_bf16
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), also where 1 + e^x rounds (Kahan's log1p)."""
+    e = tl.exp(-tl.abs(x))
+    y = 1.0 + e
+    rounded = y == 1.0
+    return tl.maximum(x, 0.0) + tl.where(rounded, e, tl.log(y) * (e / tl.where(rounded, 1.0, y - 1.0)))
+
+
+@triton.jit
+def decay_between(total):
+    """exp(total[i] - total[j]) for i >= j, else 0; total: [CHUNK] float64, sums of log decays.
+
+    Sums of strong decays are large, their differences may be small: float32 would lose these.
+    """
+    first = total.to(tl.float32)
+    second = (total - first.to(tl.float64)).to(tl.float32)
+    difference = (first[:, None] - first[None, :]) + (second[:, None] - second[None, :])
+    at = tl.arange(0, total.shape[0])
+    return tl.exp(tl.where(at[:, None] >= at[None, :], difference, float("-inf")))
+
+
+@triton.jit
+def inverse(system, CHUNK: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr):
+    """(I + system)^-1, system: [CHUNK, CHUNK] float32, read below its diagonal only.
+
+    By blocks of 1, 2, 4, ...: [[P, 0], [L, Q]]^-1 = [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]], all blocks of a size at
+    once. Every number on the way is an entry of an inverse or of L P^-1: no powers, which could overflow.
+    """
+    LEVELS: tl.constexpr = 6
+    tl.static_assert(CHUNK == 1 << LEVELS)
+    row = tl.arange(0, CHUNK)[:, None]
+    column = tl.arange(0, CHUNK)[None, :]
+    below = (row > column) & ((row >> 1) == (column >> 1))
+    inv = tl.where(row == column, 1.0, 0.0) - tl.where(below, system, 0.0)
+    for level in tl.range(1, LEVELS):  # a loop of the device: unrolled, it spills and compiles for a minute
+        below = (row > column) & ((row >> level) != (column >> level))
+        below = below & ((row >> (level + 1)) == (column >> (level + 1)))
+        zero = tl.zeros([CHUNK, CHUNK], tl.float32)
+        right = mma_both(tl.where(below, system, 0.0), inv, zero, SPLIT, PARTS)
+        inv -= mma_both(inv, right, zero, SPLIT, PARTS)
+    return inv
+
+
+@triton.jit
+def solve_chunks(
+    proj, proj_stride, decay, dt_bias, u, scales, table, cu_rows, totals, new_k, new_v, total_rows,
+    CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head: gates, triangular system, and the rows that the walk takes.
+
+    totals: [VALUE_HEADS, rows] float64, log decays summed from the chunk's first row on. new_k: [VALUE_HEADS,
+    rows, parts, KEY_DIM], bf16 parts (SPLIT) or one float32 part; new_v: [VALUE_HEADS, rows, VALUE_DIM] float32.
+    """
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    GATES: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    seq = tl.load(table + 2 * chunk)
+    row = tl.load(table + 2 * chunk + 1) + tl.arange(0, CHUNK)
+    inside = row < tl.load(cu_rows + seq + 1)  # rows past the end have beta 0 and decay 1: they move nothing
+    at = row.to(tl.int64)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+
+    gates = proj + at * proj_stride + GATES + head
+    b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(gates + VALUE_HEADS, mask=inside, other=0.0).to(tl.float32)
+    beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    log_decay = tl.load(decay + head) * softplus(a + tl.load(dt_bias + head))
+    total = tl.cumsum(tl.where(inside, log_decay, 0.0).to(tl.float64), 0)
+    of_head = head.to(tl.int64) * total_rows + at
+    tl.store(totals + of_head, total, mask=inside)
+
+    column = tl.arange(0, KEY_DIM)[None, :]
+    k_at = u + at[:, None] * CHANNELS + (KEY_HEADS + key_head) * KEY_DIM + column
+    k = operand(tl.load(k_at, mask=inside[:, None], other=0.0), SPLIT)
+    scale = tl.load(scales + (KEY_HEADS + key_head) * total_rows + row, mask=inside, other=0.0)
+    products = mma(k, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32))
+    system = products * (beta * scale)[:, None] * scale[None, :] * decay_between(total)
+    inv = inverse(system, CHUNK, SPLIT, PARTS)
+
+    from_v = inv * beta[None, :]
+    column = tl.arange(0, VALUE_DIM)[None, :]
+    v_at = u + at[:, None] * CHANNELS + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    v = operand(tl.load(v_at, mask=inside[:, None], other=0.0), SPLIT)
+    out = mma_left(from_v, v, tl.zeros([CHUNK, VALUE_DIM], tl.float32), SPLIT)
+    tl.store(new_v + of_head[:, None] * VALUE_DIM + column, out, mask=inside[:, None])
+
+    from_k = inv * (beta * scale * tl.exp(total.to(tl.float32)))[None, :]
+    column = tl.arange(0, KEY_DIM)[None, :]
+    out = mma_left(from_k, k, tl.zeros([CHUNK, KEY_DIM], tl.float32), SPLIT)
+    first = high(out, SPLIT)
+    if SPLIT:
+        to = new_k + of_head[:, None] * (2 * KEY_DIM) + column
+        tl.store(to + KEY_DIM, to_bf16(rest(out, first)), mask=inside[:, None])
+    else:
+        to = new_k + of_head[:, None] * KEY_DIM + column
+    tl.store(to, first, mask=inside[:, None])
+
+
+@triton.jit
+def walk_chunks(
+    proj, proj_stride, ring, ring_stride, state, state_stride, u, scales, totals, new_k, new_v,
+    chunk_borders, cu_rows, starts, slots, fresh, states, deltas, total_rows,
+    CHUNK: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLIT: tl.constexpr,
+    OUT_PARTS: tl.constexpr, RING: tl.constexpr, SHARE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V columns of one value head's state, through the chunks of one sequence in order.
+
+    Leaves the state after the last row in its slot, and each chunk's state before its first row and its rows'
+    deltas for `outputs`: states [chunks, VALUE_HEADS, OUT_PARTS, KEY_DIM, VALUE_DIM] and deltas [VALUE_HEADS,
+    rows, OUT_PARTS, VALUE_DIM], bf16 parts (SPLIT) or float32. Also keeps the conv's last inputs.
+    """
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    SPLITS: tl.constexpr = VALUE_DIM // BLOCK_V
+    K_PARTS: tl.constexpr = 2 if SPLIT else 1
+    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    slot = tl.load(slots + seq).to(tl.int64)
+    begin = tl.load(chunk_borders + seq)
+    chunks = tl.load(chunk_borders + seq + 1) - begin
+    first = tl.load(cu_rows + seq).to(tl.int32)
+    end = tl.load(cu_rows + seq + 1).to(tl.int32)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    keys = tl.arange(0, KEY_DIM)
+    entry = keys[:, None] * VALUE_DIM + column
+    home = state + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + entry
+    s = tl.load(home, mask=tl.load(fresh + seq) == 0, other=0.0)
+    k_at = u + (KEY_HEADS + key_head) * KEY_DIM + keys[None, :]
+    of_scales = scales + (KEY_HEADS + key_head) * total_rows
+    of_head = head.to(tl.int64) * total_rows
+    for index in tl.range(0, chunks, num_stages=STAGES):
+        row = first + index * CHUNK + tl.arange(0, CHUNK)
+        inside = row < end
+        at = row.to(tl.int64)
+        last = tl.minimum(first + (index + 1) * CHUNK, end) - 1
+
+        s0 = high(s, SPLIT)
+        kept = states + ((begin + index).to(tl.int64) * VALUE_HEADS + head) * (
+            OUT_PARTS * KEY_DIM * VALUE_DIM
+        )
+        tl.store(kept + entry, s0)
+        nk_at = new_k + (of_head + at)[:, None] * (K_PARTS * KEY_DIM) + keys[None, :]
+        nk = operand(tl.load(nk_at, mask=inside[:, None], other=0.0), SPLIT)
+        taken = mma(nk, s0, tl.zeros([CHUNK, BLOCK_V], tl.float32))
+        if SPLIT:
+            s1 = to_bf16(rest(s, s0))
+            if OUT_PARTS == 2:
+                tl.store(kept + KEY_DIM * VALUE_DIM + entry, s1)
+            taken = mma(nk, s1, taken)
+            taken = mma(tl.load(nk_at + KEY_DIM, mask=inside[:, None], other=0.0), s0, taken)
+        nv = tl.load(new_v + (of_head + at)[:, None] * VALUE_DIM + column, mask=inside[:, None], other=0.0)
+        delta = nv - taken
+
+        d0 = high(delta, SPLIT)
+        kept = deltas + (of_head + at)[:, None] * (OUT_PARTS * VALUE_DIM) + column
+        tl.store(kept, d0, mask=inside[:, None])
+        if SPLIT and OUT_PARTS == 2:
+            tl.store(kept + VALUE_DIM, to_bf16(rest(delta, d0)), mask=inside[:, None])
+
+        total = tl.load(totals + of_head + tl.minimum(at, last))
+        whole = tl.load(totals + of_head + last)
+        scale = tl.load(of_scales + row, mask=inside, other=0.0) * tl.exp((whole - total).to(tl.float32))
+        k = operand(tl.load(k_at + at[:, None] * CHANNELS, mask=inside[:, None], other=0.0), SPLIT)
+        s = mma_right(tl.trans(k), delta * scale[:, None], s * tl.exp(whole.to(tl.float32)), SPLIT)
+    tl.store(home, s)
+    keep_inputs(
+        proj, proj_stride, ring, ring_stride, slot, tl.load(starts + seq), first, end,
+        head * SPLITS + tl.program_id(0), VALUE_HEADS * SPLITS, RING, CHANNELS, SHARE,
+    )  # fmt: skip
+
+
+def _shape(groups: int, dim: int, dtype: str) -> dict[str, object]:
+    return {
+        "CHUNK": 64, "KEY_HEADS": 16, "VALUE_HEADS": 16 * groups, "KEY_DIM": dim, "VALUE_DIM": dim,
+        "SPLIT": dtype == "bf16",
+    }  # fmt: skip
+
+
+def _solve_case(dtype: str, dim: int, groups: int) -> AotCase:
+    part = "bf16" if dtype == "bf16" else "fp32"
+    signature = {
+        "proj": f"*{dtype}", "proj_stride": "i64", "decay": "*fp32", "dt_bias": "*fp32", "u": f"*{dtype}",
+        "scales": "*fp32", "table": "*i32", "cu_rows": "*i64", "totals": "*fp64", "new_k": f"*{part}",
+        "new_v": "*fp32", "total_rows": "i32",
+    }  # fmt: skip
+    constants = _shape(groups, dim, dtype) | {"PARTS": 2}
+    return AotCase(solve_chunks, signature | dict.fromkeys(constants, "constexpr"), constants)
+
+
+def _walk_case(dtype: str, dim: int, groups: int, block: int) -> AotCase:
+    part = "bf16" if dtype == "bf16" else "fp32"
+    signature = {
+        "proj": f"*{dtype}", "proj_stride": "i64", "ring": f"*{dtype}", "ring_stride": "i64", "state": "*fp32",
+        "state_stride": "i64", "u": f"*{dtype}", "scales": "*fp32", "totals": "*fp64", "new_k": f"*{part}",
+        "new_v": "*fp32", "chunk_borders": "*i32", "cu_rows": "*i64", "starts": "*i64", "slots": "*i32",
+        "fresh": "*u8", "states": f"*{part}", "deltas": f"*{part}", "total_rows": "i32",
+    }  # fmt: skip
+    out_parts = 2 if dtype == "bf16" else 1
+    constants = _shape(groups, dim, dtype) | {
+        "BLOCK_V": block, "OUT_PARTS": out_parts, "RING": 16, "SHARE": 64, "STAGES": 2,
+    }  # fmt: skip
+    return AotCase(walk_chunks, signature | dict.fromkeys(constants, "constexpr"), constants)
+
+
+AOT_CASES = [
+    _solve_case("bf16", 128, 1),
+    _solve_case("bf16", 64, 3),
+    _solve_case("fp32", 128, 3),
+    _walk_case("bf16", 128, 1, 16),
+    _walk_case("bf16", 128, 3, 32),
+    _walk_case("bf16", 64, 3, 16),
+    _walk_case("fp32", 128, 3, 16),
+]

@@ -1,0 +1,95 @@
+"""The causal depthwise conv of prefill with its silu, and the scales of the l2 norms of queries and keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mstar.kernels.aot import AotCase
+from mstar.kernels.gdn.gpu.split import to_model
+
+
+@triton.jit
+def conv_silu(
+    proj, proj_stride, weight, ring, ring_stride, table, cu_rows, starts, slots, fresh, u, scales, total,
+    CHUNK: tl.constexpr, BLOCK_R: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """One head's channels of BLOCK_R rows of a chunk: Q heads, then K heads, then V heads.
+
+    The inputs before the sequence's first row come from the ring, which nothing writes before this kernel ended.
+    u: [rows, channels], model dtype. scales: [2 * KEY_HEADS, total] float32, what a row of Q or K is multiplied
+    by to be l2-normalised (and, Q, scaled): kept beside u, because u is exact in the model dtype and u * scale
+    is not.
+    """
+    DIM: tl.constexpr = max(KEY_DIM, VALUE_DIM)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    chunk = block // (CHUNK // BLOCK_R)
+    seq = tl.load(table + 2 * chunk)
+    row0 = tl.load(table + 2 * chunk + 1) + (block % (CHUNK // BLOCK_R)) * BLOCK_R
+    first = tl.load(cu_rows + seq).to(tl.int32)
+    end = tl.load(cu_rows + seq + 1).to(tl.int32)
+    if row0 < end:
+        is_key = head < 2 * KEY_HEADS
+        begin = tl.where(is_key, head * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM)
+        column = tl.arange(0, DIM)
+        channel = (begin + column)[None, :]
+        wanted = (column < tl.where(is_key, KEY_DIM, VALUE_DIM))[None, :]
+        row = (row0 + tl.arange(0, BLOCK_R))[:, None]
+        inside = (row < end) & wanted
+        acc = tl.zeros([BLOCK_R, DIM], tl.float32)
+        for tap in tl.static_range(WIDTH):  # oldest first
+            source = row - (WIDTH - 1) + tap
+            at = proj + source.to(tl.int64) * proj_stride + channel
+            x = tl.load(at, mask=inside & (source >= first), other=0.0).to(tl.float32)
+            if row0 == first and tap < WIDTH - 1:
+                position = tl.load(starts + seq) + source - first
+                before = inside & (source < first) & (position >= 0) & (tl.load(fresh + seq) == 0)
+                slot = tl.load(slots + seq).to(tl.int64)
+                at = ring + slot * ring_stride + (position & (RING - 1)) * CHANNELS + channel
+                x += tl.load(at, mask=before, other=0.0).to(tl.float32)
+            w = tl.load(weight + tap * CHANNELS + channel, mask=wanted, other=0.0)
+            acc += x * w
+        summed = to_model(acc, u.dtype.element_ty).to(tl.float32)
+        y = to_model(summed / (1.0 + tl.exp(-summed)), u.dtype.element_ty)
+        tl.store(u + row.to(tl.int64) * CHANNELS + channel, y, mask=inside)
+        if is_key:
+            f = y.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(f * f, 1) + 1e-6) * tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+            rows = row0 + tl.arange(0, BLOCK_R)
+            tl.store(scales + head * total + rows, scale, mask=rows < end)
+
+
+@triton.jit
+def keep_inputs(
+    proj, proj_stride, ring, ring_stride, slot, start, first, end, share,
+    SHARES: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies one of SHARES parts of the channels of a sequence's last RING rows to the ring, by position.
+
+    Only in a launch after `conv_silu`, which reads what is overwritten here.
+    """
+    row = (end - RING + tl.arange(0, RING))[:, None]
+    position = start + row - first
+    column = share * BLOCK + tl.arange(0, BLOCK)[None, :]
+    kept = (row >= first) & (column < CHANNELS)
+    x = tl.load(proj + row.to(tl.int64) * proj_stride + column, mask=kept)
+    tl.store(ring + slot * ring_stride + (position & (RING - 1)) * CHANNELS + column, x, mask=kept)
+
+
+def _case(dtype: str, dim: int, ring: int, groups: int) -> AotCase:
+    signature = {
+        "proj": f"*{dtype}", "proj_stride": "i64", "weight": "*fp32", "ring": f"*{dtype}", "ring_stride": "i64",
+        "table": "*i32", "cu_rows": "*i64", "starts": "*i64", "slots": "*i32", "fresh": "*u8",
+        "u": f"*{dtype}", "scales": "*fp32", "total": "i32",
+    }  # fmt: skip
+    constants = {
+        "CHUNK": 64, "BLOCK_R": 16, "RING": ring, "WIDTH": 4,
+        "KEY_HEADS": 16, "VALUE_HEADS": 16 * groups, "KEY_DIM": dim, "VALUE_DIM": dim,
+    }  # fmt: skip
+    return AotCase(conv_silu, signature | dict.fromkeys(constants, "constexpr"), constants)
+
+
+AOT_CASES = [_case("bf16", 128, 4, 1), _case("bf16", 64, 16, 3), _case("fp32", 128, 4, 3)]
