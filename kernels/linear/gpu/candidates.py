@@ -39,7 +39,7 @@ def candidates(key: GemmKey) -> list[KernelChoice]:
     if key.rows <= fma.MOST_ROWS:
         found += _fma_candidates(key)[:12]
     if key.rows <= dot.MOST_ROWS:
-        found += _dot_candidates(key)[: 4 if key.rows <= 2 else 10]
+        found += _dot_candidates(key)[: 4 if key.rows <= 2 else 10 if key.rows <= 8 else 14]
     return found
 
 
@@ -49,7 +49,7 @@ def launches(choice: KernelChoice, key: GemmKey) -> int:
     A split of cuBLAS's own would be one more; it does not say.
     """
     if choice.kernel != "cublas":
-        return 1
+        return 1 + dict(choice.params).get("NORM_FIRST", 0)
     return 1 + (key.kind in ("norm", "gated")) + (key.kind in ("gated", "residual"))
 
 
@@ -90,21 +90,27 @@ def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
     rows = dot.block_rows(key.rows)
     found = []
     for outputs, warps in DOT_TILES:
-        if 4 * outputs * rows * sides > 32 * warps * THREAD_BYTES // 2:
+        sums = 4 * outputs * rows * sides // (32 * warps)  # bytes of a thread
+        if sums > THREAD_BYTES // 2:
             continue
         for depth, stages in DOT_DEPTHS:
             block_k = 2 * depth // item
             if stages * (outputs * sides + rows) * block_k * item > SHARED_BYTES:
                 continue
             for split in (1, 2, 4, 8) if key.kind in ("plain", "residual") else (1,):
+                if split > 1 and split * sums > THREAD_BYTES:  # the last to arrive reads all parts at once
+                    continue
                 if block_k // 2 * split >= key.k or (split > 1 and split * key.n > 1 << 15):
                     continue
                 params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1}
                 found.append(_choice("dot", **params, num_warps=warps, num_stages=stages))
     found.sort(key=lambda choice: _distance(choice, key))
     # without the prefetch all of k is one pipeline: worth a try for the likeliest tiles
-    plain = [_choice("dot", **{**dict(choice.params), "PREFETCH": 0}) for choice in found[:2]]
-    return found[:2] + plain + found[2:]
+    others = [_choice("dot", **{**dict(choice.params), "PREFETCH": 0}) for choice in found[:2]]
+    if key.kind in ("norm", "gated") and key.rows >= 16:
+        # every program norms every row: from some count of rows on, a kernel that does it once is worth its launch
+        others += [_choice("dot", **dict(choice.params), NORM_FIRST=1) for choice in found[:3]]
+    return found[:2] + others + found[2:]
 
 
 def _distance(choice: KernelChoice, key: GemmKey) -> float:

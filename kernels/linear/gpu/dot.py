@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.epilogue import gated_value, rounded
+from mstar.kernels.linear.gpu.fma import by_vector
 
 MOST_ROWS = 64
 
@@ -26,11 +27,12 @@ def _dot(
     x, x_stride, weight, norm, eps, residual, residual_stride, out, scratch, counters, rows, n,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
-    PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
-    scratch: [SPLIT_K, rows, n] float32, counters: [programs of n] int32 zeros, zeros again at the end.
+    scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output] int32 zeros, zeros again at
+    the end. VECTOR: values of 16 bytes.
     PREFETCH: the first tile of weights is asked for before the kernel ahead ended. PRESCALE: what x * norm is
     multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
     UPCAST: products of float32 copies, for the interpreter, which has no bf16.
@@ -48,44 +50,45 @@ def _dot(
     first = tl.program_id(1) * steps
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     acc_u = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_K // VECTOR], tl.float32)
     if PREFETCH:
         w = _tile(w_at, first, K, BLOCK_K, whole)
         u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
     if PREFETCH:
-        b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, PRESCALE, UPCAST)
+        b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)
         acc = _product(w, b, acc, UPCAST)
         if GATED:
             acc_u = _product(u, b, acc_u, UPCAST)
     for step in range(1 if PREFETCH else 0, steps):
         w = _tile(w_at, first + step, K, BLOCK_K, whole)
-        b, squares = _inputs(x_at, first + step, norm, squares, K, BLOCK_K, whole, PRESCALE, UPCAST)
+        b, squares = _inputs(x_at, first + step, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)
         acc = _product(w, b, acc, UPCAST)
         if GATED:
             u = _tile(u_at, first + step, K, BLOCK_K, whole)
             acc_u = _product(u, b, acc_u, UPCAST)
     if norm is not None:
-        scale = tl.rsqrt(squares / K + eps) / PRESCALE
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) / PRESCALE
         acc = acc * scale[None, :]
         acc_u = acc_u * scale[None, :]
     if SPLIT_K == 1:
         _store(acc, acc_u, residual, residual_stride, out, outputs, lines, rows, n, GATED)
     else:
-        inside = (outputs < n)[:, None] & (lines < rows)[None, :]
-        part = scratch + lines.to(tl.int64)[None, :] * n + outputs[:, None]
-        part_size = rows.to(tl.int64) * n
-        tl.store(part + tl.program_id(1) * part_size, acc, mask=inside)
+        # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        part_size: tl.constexpr = BLOCK_N * ROWS
+        part = scratch + tile.to(tl.int64) * (SPLIT_K * part_size)
+        part += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(part + tl.program_id(1) * part_size, acc)
         tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
-        counter = counters + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1:
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.zeros([BLOCK_N, ROWS], tl.float32)
             for split in tl.static_range(SPLIT_K):
                 # past the first cache, which other programs' stores do not reach
-                total += tl.load(part + split * part_size, mask=inside, other=0.0, cache_modifier=".cg")
+                total += tl.load(part + split * part_size, cache_modifier=".cg")
             _store(total, acc_u, residual, residual_stride, out, outputs, lines, rows, n, GATED)
-            tl.store(counter, 0)
+            tl.store(counters + tile, 0)
 
 
 @triton.jit
@@ -100,7 +103,7 @@ def _tile(at, step, K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr)
 @triton.jit
 def _inputs(
     at, step, norm, squares,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr,
 ):  # fmt: skip
     """A tile of x, [ROWS, BLOCK_K], times the norm's multipliers, and the squares with the tile's added."""
     k = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -110,7 +113,7 @@ def _inputs(
         b = tl.load(at + k[None, :], mask=(k < K)[None, :], other=0.0)
     if norm is not None:
         f = b.to(tl.float32)
-        squares += tl.sum(f * f, 1)
+        squares += by_vector(f * f, VECTOR)
         g = tl.load(norm + k, mask=k < K, other=0.0, eviction_policy="evict_last") * PRESCALE
         b = (f * g[None, :]).to(b.dtype)
     return b, squares
@@ -136,17 +139,17 @@ def _store(y, up, residual, residual_stride, out, outputs, lines, rows, n, GATED
     tl.store(out + at * n + outputs[:, None], y.to(out.dtype.element_ty), mask=inside)
 
 
+_CONSTANTS = (
+    "K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "VECTOR", "PRESCALE", "UPCAST", "PDL",
+)  # fmt: skip
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
     "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "scratch": "*fp32", "counters": "*i32",
-    "rows": "i32", "n": "i32",
-    **dict.fromkeys(
-        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "PRESCALE", "UPCAST", "PDL"), "constexpr"
-    ),
+    "rows": "i32", "n": "i32", **dict.fromkeys(_CONSTANTS, "constexpr"),
 }  # fmt: skip
 _TILE = {
     "K": 1024, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
-    "PRESCALE": 1.0, "UPCAST": False,
+    "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False,
 }  # fmt: skip
 
 

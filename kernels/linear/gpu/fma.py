@@ -113,14 +113,14 @@ def _inputs(
         at = x + tl.minimum(row, rows - 1) * x_stride
         f = tl.load(at + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if len(squares) > 0:
-            sums += (squares[row] + _by_vector(f * f, VECTOR),)  # type: ignore[assignment]
+            sums += (squares[row] + by_vector(f * f, VECTOR),)  # type: ignore[assignment]
             f = f * g
         values += (f,)  # type: ignore[assignment]
     return values, sums
 
 
 @triton.jit
-def _by_vector(products, VECTOR: tl.constexpr):
+def by_vector(products, VECTOR: tl.constexpr):
     """Sums of each thread's own vectors: [A, B] -> [A, B / VECTOR]; no thread asks another."""
     shape: tl.constexpr = products.shape
     return tl.sum(tl.reshape(products, [shape[0], shape[1] // VECTOR, VECTOR]), 2)
@@ -140,7 +140,7 @@ def _add(acc, values, w, ROWS: tl.constexpr, VECTOR: tl.constexpr):
     f = w.to(tl.float32)
     sums = ()
     for row in tl.static_range(ROWS):
-        sums += (acc[row] + _by_vector(values[row] * f, VECTOR),)  # type: ignore[assignment]
+        sums += (acc[row] + by_vector(values[row] * f, VECTOR),)  # type: ignore[assignment]
     return sums
 
 

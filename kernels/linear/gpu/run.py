@@ -33,7 +33,7 @@ COUNTERS = 1 << 14  # programs that a split launch may have; a split is for laun
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A launch that is ready: `start` runs it, `compile` only compiles it."""
+    """A launch that is ready."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -44,10 +44,6 @@ class Call:
         """Launches on the current stream. Returns what the kernel fills."""
         self.kernel[self.grid](**self.arguments)
         return self.out
-
-    def compile(self) -> None:
-        """Compiles, and leaves the result in Triton's cache on disk."""
-        self.kernel.warmup(grid=self.grid, **self.arguments)
 
 
 def run_linear(
@@ -67,7 +63,8 @@ def run_linear(
     kind; residual: [rows, n], of kind "residual". Returns [rows, n] in x's dtype, float32 under kind "f32".
 
     Roundings are the reference's, but that a skinny kernel scales by 1/rms after the product: "fma" never rounds
-    norm(x), "dot" rounds x * norm. Raises ValueError where arguments do not fit each other or the choice.
+    norm(x), "dot" rounds x * norm. With NORM_FIRST, a norm kernel runs before, and norm(x) is
+    rounded. Raises ValueError where arguments do not fit each other or the choice.
 
     Split launches share counters: do not run them on two streams of one device at a time.
     """
@@ -79,6 +76,10 @@ def run_linear(
         return torch.empty(0, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     if choice.kernel == "cublas" or x.shape[0] > dot.MOST_ROWS:
         return _run_cublas(x, weight, kind, norm, eps, residual)
+    if dict(choice.params).get("NORM_FIRST"):
+        choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
+        if norm is not None:
+            x, norm = rms_norm_rows(x, norm, eps), None
     return skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual).start()
 
 
@@ -92,16 +93,13 @@ def skinny_call(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    device: torch.device | None = None,
 ) -> Call:
     """The launch of a skinny kernel; arguments as of `run_linear`.
 
-    out: [rows, n] contiguous, made here if None. device: what it is compiled for, x's if None; tensors may be
-    meta's where only `compile` is wanted.
+    out: [rows, n] contiguous, made here if None. NORM_FIRST is not known here: x is what the kernel reads.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
-    device = x.device if device is None else device
     if out is None:
         out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     arguments = {
@@ -118,7 +116,7 @@ def skinny_call(
         "K": k,
         "GATED": kind == "gated",
         **dict(choice.params),
-        **launch_options(device),
+        **launch_options(x.device),
     }
     if choice.kernel == "fma":
         if rows > fma.MOST_ROWS:
@@ -132,9 +130,11 @@ def skinny_call(
         raise ValueError("a split of k goes with neither a norm nor a gate")
     block = dot.block_rows(rows)
     grid = (triton.cdiv(n, arguments["BLOCK_N"]), split, triton.cdiv(rows, block))
+    programs = grid[0] * grid[1] * grid[2]
     arguments |= {
         "ROWS": block,
-        "scratch": torch.empty(split, rows, n, device=x.device) if split > 1 else None,
+        "VECTOR": 16 // x.element_size(),
+        "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if split > 1 else None,
         "counters": _counters(x.device, grid[0] * grid[2]) if split > 1 else None,
         "PRESCALE": 1 / 16 if x.dtype == torch.float16 else 1.0,  # 16: more than a norm's multiplier is
         "UPCAST": interpreted(),

@@ -29,12 +29,17 @@ FMA = choice("fma", BLOCK_N=8, BLOCK_K=256, UNROLL=1, num_warps=1)
 FMA_LOOP = choice("fma", BLOCK_N=16, BLOCK_K=64, UNROLL=0, num_warps=2)
 DOT = choice("dot", BLOCK_N=16, BLOCK_K=128, SPLIT_K=1, PREFETCH=1, num_warps=1, num_stages=2)
 DOT_LOOP = choice("dot", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, PREFETCH=0, num_warps=2, num_stages=3)
+DOT_NORM_FIRST = choice(
+    "dot", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, PREFETCH=0, NORM_FIRST=1, num_warps=2, num_stages=2
+)
 DOT_SPLIT = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, num_warps=2, num_stages=3)
 NAMES = {
-    "fma": FMA, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP, "dot-split": DOT_SPLIT, "cublas": CUBLAS,
+    "fma": FMA, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP, "dot-split": DOT_SPLIT,
+    "dot-norm-first": DOT_NORM_FIRST, "cublas": CUBLAS,
 }  # fmt: skip
 ROWS = {
     "fma": (1, 3, 8), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63), "dot-split": (5, 33),
+    "dot-norm-first": (3,),
     "cublas": (1, 65),
 }  # fmt: skip
 
@@ -80,6 +85,8 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, kind, dtype):
     if name == "dot-split" and kind in ("norm", "gated"):
         pytest.skip("a split goes with neither: test_what_does_not_fit_is_refused")
+    if name == "dot-norm-first" and kind not in ("norm", "gated"):
+        pytest.skip("without a norm it is dot-loop")
     rows = ROWS[name] if dtype == torch.bfloat16 else ROWS[name][:1]
     for count in rows:
         given = arguments(kind, count, 37, 205, dtype, device)
@@ -186,7 +193,9 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
     if found.kernel == "cublas":
         assert launches(found, key) == {"norm": 2, "residual": 2, "gated": 3}.get(key.kind, 1)
         return
-    assert launches(found, key) == 1
+    norm_first = params.get("NORM_FIRST", 0)
+    assert launches(found, key) == 1 + norm_first
+    assert not norm_first or key.kind in ("norm", "gated")
     item = 4 if key.dtype == "fp32" else 2
     if found.kernel == "fma":
         assert key.rows <= 8
