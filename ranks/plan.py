@@ -132,6 +132,13 @@ def unpack(data: bytes) -> Message:
     return message
 
 
+def decode_buckets(most: int) -> tuple[int, ...]:
+    """The buckets of loads of up to `most` sequences."""
+    largest = bucket_of(most)
+    further = range(max(DECODE_BUCKETS) + BUCKET_STEP, largest, BUCKET_STEP)
+    return (*(bucket for bucket in (*DECODE_BUCKETS, *further) if bucket < largest), largest)
+
+
 def bucket_of(sequences: int, buckets: Sequence[int] = DECODE_BUCKETS) -> int:
     """The decode bucket that holds this many sequences; 0 for none. No buckets: their exact count."""
     if sequences == 0 or not buckets:

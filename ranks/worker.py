@@ -27,7 +27,7 @@ from mstar.ranks.lifeline import Pulse, follow_parent, resident_bytes, start_hea
 from mstar.ranks.lines import POLL_S, Context, EventLine, FollowerLine, LeaderLine, Socket, open_socket
 from mstar.ranks.memory import OutOfMemory, Sizes, size_caches
 from mstar.ranks.messages import Failed, Hello, LoadSpec, Progress, Ready, unpack
-from mstar.ranks.plan import BUCKET_STEP, DECODE_BUCKETS, Setup, StepPlan, StopPlan, bucket_of
+from mstar.ranks.plan import DECODE_BUCKETS, Setup, StepPlan, StopPlan, decode_buckets
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
 from mstar.ranks.speculation.backend import MeshBackend, SlotBackend, TrunkBackend
@@ -192,10 +192,8 @@ class Rank:
         """Where steps need not be waited for: one GPU, and kernels that keep all of a step on it."""
         if self.spec.tp_size > 1 or not shard.trunk.ops.uniform:
             return None
-        most = bucket_of(self.spec.max_num_seqs)
-        buckets = [bucket for bucket in DECODE_BUCKETS if bucket < most]
-        buckets += range(max(DECODE_BUCKETS) + BUCKET_STEP, most, BUCKET_STEP)
-        return DeviceSteps(executor, sampler, shard.config.vocab_size, [*buckets, most], self.spec.eager)
+        buckets = decode_buckets(self.spec.max_num_seqs)
+        return DeviceSteps(executor, sampler, shard.config.vocab_size, buckets, self.spec.eager)
 
     def _limits(self, sizes: Sizes) -> Limits:
         on_cpu = self.spec.device == "cpu"
