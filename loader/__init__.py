@@ -10,12 +10,14 @@ from mstar.loader.fingerprint import fingerprint
 from mstar.loader.headers import find_sidecar
 from mstar.loader.manifest import head_fault, read_manifest
 from mstar.loader.policy import SpecPolicy, check_built, decide
+from mstar.loader.recipe import Recipe, read_recipe
 from mstar.loader.resolve import resolve
 from mstar.loader.sharding import check_tp
 
 __all__ = [
     "LoadError",
     "ModelConfig",
+    "Recipe",
     "SpecPolicy",
     "check_built",
     "check_tp",
@@ -25,6 +27,7 @@ __all__ = [
     "head_fault",
     "read_config",
     "read_manifest",
+    "read_recipe",
     "resolve",
     "resolve_dtype",
 ]

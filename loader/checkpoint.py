@@ -1,4 +1,4 @@
-"""Reads one rank's slices of a checkpoint into tensors; `head` reads through it. Nothing else here knows torch.
+"""Reads one rank's slices of a checkpoint into tensors, or makes them; `head` reads through it.
 
 Files are memory-mapped and copied in bounded pieces whose pages are handed back at once, so that a rank's
 peak is its shard and a few MiB, whatever the size of the checkpoint.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ import torch
 from mstar.loader.config import ModelConfig
 from mstar.loader.errors import LoadError, shown
 from mstar.loader.headers import TensorInfo
-from mstar.loader.manifest import Source, read_manifest
-from mstar.loader.sharding import check_tp, cut, local_shape
+from mstar.loader.made import Maker
+from mstar.loader.manifest import Made, Source, read_manifest
+from mstar.loader.sharding import Weight, check_tp, cut, local_shape
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FILE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -28,6 +30,8 @@ _PIECE_BYTES = 1 << 20
 _FAULT_BYTES = 2 << 20
 
 Progress = Callable[[str, int, int, str], None]  # stage ("read"), done, total, unit ("bytes")
+Span = tuple[int, int]
+Fill = Callable[[Span, Span, torch.Tensor], None]  # puts rows x columns of a weight, seen as a matrix, there
 
 
 def load_shard(
@@ -37,8 +41,9 @@ def load_shard(
     tp_size: int,
     dtype: str | torch.dtype,
     progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The trunk's weights as rank `tp_rank` of `tp_size` holds them, on the CPU.
+    """The trunk's weights as rank `tp_rank` of `tp_size` holds them, on the CPU; made weights on `device`.
 
     Keys are checkpoint names without prefix (`layers.3.mlp.up_proj.weight`), `lm_head.weight` only where it
     is not the embedding's. Tensors are contiguous, own their memory, and have `dtype` ("bf16", "fp16", "fp32"
@@ -49,7 +54,7 @@ def load_shard(
     check_tp(config, tp_size)
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"rank {tp_rank} of {tp_size}")
-    return read_sources(read_manifest(path, config), config, tp_rank, tp_size, dtype, progress)
+    return read_sources(read_manifest(path, config), config, tp_rank, tp_size, dtype, progress, device)
 
 
 def read_sources(
@@ -59,34 +64,61 @@ def read_sources(
     tp_size: int,
     dtype: str | torch.dtype,
     progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """The rank's slices of these weights by name, in the order of the files; see `load_shard`."""
     wanted = _torch_dtype(dtype)
-    sources = sorted(sources, key=lambda source: (source.info.file, source.info.offset))
-    total = sum(source.info.nbytes for source in sources)
-    done = 0
+    sources = sorted(sources, key=_place)
+    sizes = [_nbytes(source) for source in sources]
+    done, total = 0, sum(sizes)
     shard: dict[str, torch.Tensor] = {}
     mapped: tuple[Path, mmap.mmap] | None = None
-    for source in sources:
-        if mapped is None or mapped[0] != source.info.file:
-            mapped = (source.info.file, _map(source.info.file))
-        shard[source.weight.name] = _read(mapped[1], source, config, tp_rank, tp_size, wanted)
-        done += source.info.nbytes
+    maker: Maker | None = None
+    for source, size in zip(sources, sizes, strict=True):
+        weight, info = source.weight, source.info
+        fill: Fill
+        if isinstance(info, Made):
+            maker = maker or Maker(info.recipe, config, TORCH_DTYPES[info.recipe.dtype])
+            fill = partial(maker.fill, info.name, weight)
+        else:
+            if mapped is None or mapped[0] != info.file:
+                mapped = (info.file, _map(info.file))
+            fill = partial(_copy_rows, mapped[1], info)
+        place = device if isinstance(info, Made) else None
+        shard[weight.name] = _read(fill, weight, config, tp_rank, tp_size, wanted, place)
+        done += size
         if progress is not None:
             progress("read", done, total, "bytes")
     return shard
 
 
+def _place(source: Source) -> tuple[Path, int]:
+    return (Path(), 0) if isinstance(source.info, Made) else (source.info.file, source.info.offset)
+
+
+def _nbytes(source: Source) -> int:
+    if isinstance(source.info, TensorInfo):
+        return source.info.nbytes
+    dtype = torch.float32 if source.weight.rule.float32 else TORCH_DTYPES[source.info.recipe.dtype]
+    return math.prod(source.weight.shape) * dtype.itemsize
+
+
 def _read(
-    data: mmap.mmap, source: Source, config: ModelConfig, tp_rank: int, tp_size: int, dtype: torch.dtype
+    fill: Fill,
+    weight: Weight,
+    config: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device | None,
 ) -> torch.Tensor:
     """One weight's slice, converted."""
-    weight, info = source.weight, source.info
     shape = local_shape(weight, config, tp_rank, tp_size)
-    result = torch.empty(shape, dtype=torch.float32 if weight.rule.float32 else dtype)
+    result = torch.empty(shape, dtype=torch.float32 if weight.rule.float32 else dtype, device=device)
     taken = cut(weight.rule, config, tp_rank, tp_size)
+    every_row, every_column = (0, weight.shape[0]), (0, math.prod(weight.shape[1:]))
     if taken is None:
-        _copy_rows(data, info, (0, info.shape[0]), (0, math.prod(info.shape[1:])), result)
+        fill(every_row, every_column, result)
         return result
     if taken.padding:
         result[taken.length - taken.padding :].zero_()
@@ -94,16 +126,14 @@ def _read(
     for start, stop in taken.ranges:
         part = result.narrow(taken.dim, at, stop - start)
         if taken.dim == 0:
-            _copy_rows(data, info, (start, stop), (0, math.prod(info.shape[1:])), part)
+            fill((start, stop), every_column, part)
         else:
-            _copy_rows(data, info, (0, info.shape[0]), (start, stop), part)
+            fill(every_row, (start, stop), part)
         at += stop - start
     return result
 
 
-def _copy_rows(
-    data: mmap.mmap, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int], out: torch.Tensor
-) -> None:
+def _copy_rows(data: mmap.mmap, info: TensorInfo, rows: Span, columns: Span, out: torch.Tensor) -> None:
     """Copies `rows` x `columns` of a tensor in a file, seen as a matrix, to `out` piece by piece."""
     if out.numel() == 0:
         return

@@ -7,17 +7,20 @@ from pathlib import Path
 
 from mstar.loader.errors import LoadError
 from mstar.loader.headers import find_sidecar, read_header, weight_files
+from mstar.loader.recipe import read_recipe
 
 
 def fingerprint(path: str | Path) -> str:
     """SHA-256 over config.json and the headers of all weight files (sidecar included), as 64 hex digits.
 
     It tells models, shapes, dtypes and file layouts apart; weights themselves are not read, so two trainings
-    of one shape in equal files share it.
+    of one shape in equal files share it. Made weights follow from config.json.
     """
     directory = Path(path)
-    sidecar = find_sidecar(directory)
-    files = [directory / "config.json", *weight_files(directory), *([sidecar] if sidecar else [])]
+    files = [directory / "config.json"]
+    if read_recipe(directory) is None:
+        sidecar = find_sidecar(directory)
+        files += [*weight_files(directory), *([sidecar] if sidecar else [])]
     digest = hashlib.sha256()
     for file in dict.fromkeys(files):
         try:

@@ -9,28 +9,41 @@ from pathlib import Path
 from mstar.loader.config import ModelConfig
 from mstar.loader.errors import LoadError, listed
 from mstar.loader.headers import SIDECAR_PATTERN, TensorInfo, find_sidecar, read_header, read_tensors
+from mstar.loader.recipe import Recipe, read_recipe
 from mstar.loader.sharding import Weight, head_weights_of, weights_of
 
-_PREFIXES = ("model.language_model.", "model.")  # of multimodal and of text checkpoints; some have none
+_TRUNK = "model."
+_PREFIXES = ("model.language_model.", _TRUNK)  # of multimodal and of text checkpoints; some have none
 _HEAD = "mtp."
 _SKIPPED = ("visual.", _HEAD)  # the vision tower is not served; the head is read by the one who drafts
 _FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A weight without a file."""
+
+    recipe: Recipe
+    name: str  # with the prefix of a checkpoint's files: the trunk's and the head's layers differ by it
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """A weight of the model and where its bytes are."""
+    """A weight of the model and where its bytes are, or what they are made from."""
 
     weight: Weight
-    info: TensorInfo
+    info: TensorInfo | Made
 
 
 def read_manifest(path: str | Path, config: ModelConfig) -> list[Source]:
-    """Every weight of the trunk with its place in the checkpoint's files.
+    """Every weight of the trunk with its place in the checkpoint's files, or with how it is made.
 
     Raises one LoadError (`validation`, field `model`) that names all weights that are missing, that the model
     does not have, or whose shape or dtype is wrong, and the file where one is corrupt.
     """
+    recipe = read_recipe(path)
+    if recipe is not None:
+        return [Source(weight, Made(recipe, _TRUNK + weight.name)) for weight in weights_of(config)]
     found, twice = _by_canonical_name(read_tensors(path).items())
     # old exports store the rope frequencies, which follow from the config
     skipped = [name for name in found if name.startswith(_SKIPPED) or name.endswith("rotary_emb.inv_freq")]
@@ -45,11 +58,14 @@ def read_manifest(path: str | Path, config: ModelConfig) -> list[Source]:
 def read_head_manifest(path: str | Path, config: ModelConfig) -> list[Source]:
     """Every weight of the MTP head, named without `mtp.`, with its place in the trunk's files or the sidecar.
 
+    As `read_manifest` where weights are made.
+
     Raises LoadError: `unsupported` (field `spec.mtp`) where there is none, or one of a kind that is not
     served; `validation` (field `model`) with all names where its weights are not those of the config.
     """
-    found, twice = _head_tensors(path)
-    if not found:
+    recipe = read_recipe(path)
+    found, twice = _head_tensors(path) if recipe is None else ({}, [])
+    if recipe is None and not found:
         message = f"{path} has no MTP head: neither {_HEAD}* weights nor a file {SIDECAR_PATTERN}"
         raise LoadError("unsupported", message, "spec.mtp")
     layers = config.mtp_num_hidden_layers
@@ -61,6 +77,8 @@ def read_head_manifest(path: str | Path, config: ModelConfig) -> list[Source]:
     if config.mtp_use_dedicated_embeddings:
         message = "mtp_use_dedicated_embeddings is true in the config: heads share the trunk's embedding here"
         raise LoadError("unsupported", message, "spec.mtp")
+    if recipe is not None:
+        return [Source(weight, Made(recipe, _HEAD + weight.name)) for weight in head_weights_of(config)]
     what = f"the MTP head in {path} does not fit the model's config.json"
     return _match(what, head_weights_of(config), found, twice)
 

@@ -1,10 +1,12 @@
 """Writes a random checkpoint of a real model's shape, for measuring speed; with a planted acceptance if wanted.
 
     python -m mstar.scripts.make_checkpoint /tmp/m --size 0.8B --scale 4 --acceptance 0.8
+    python -m mstar.scripts.make_checkpoint /tmp/m --size 27B --virtual
 
 A planted checkpoint costs what a real one costs, but the next token is a fixed function of the last one, and the
-MTP head agrees with it independently with the given probability a token (see `planted_weights`). Its config says
-`mstar_planted`, and so does every table of figures made with it.
+MTP head agrees with it independently with the given probability a token (see `mstar.loader.made`). Its config says
+`mstar_planted`, and so does every table of figures made with it. A virtual one has no weight files: each load makes
+the same weights from the seed, on its own device.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +23,16 @@ import click
 import torch
 from safetensors.torch import save_file
 
-from mstar.loader import LoadError, ModelConfig, read_config, resolve
+from mstar.loader import LoadError, Recipe, read_config, resolve
 from mstar.loader.checkpoint import TORCH_DTYPES
-from mstar.loader.sharding import Weight, head_weights_of, weights_of
-from mstar.scripts.planted import FIELD
+from mstar.loader.made import HEAD_PREFIX, PREFIX, Maker
+from mstar.loader.recipe import FIELD, GENERATOR, PLANTED_FIELD
+from mstar.loader.sharding import head_weights_of, weights_of
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-PREFIX, HEAD_PREFIX = "model.", "mtp."
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_PIECE = 1 << 24  # random numbers drawn at once
 # Widths of a scaled shape are multiples of this: native operations take no others.
 _WIDTH_STEP = 16
-
-# Of planted checkpoints: outputs of layers, beside a residual stream of ones, and the logit of the next token.
-_FAINT = 1e-4
-_TOP_LOGIT = 20.0
-# How much stronger a rejected token's detour is than the token itself.
-_DETOUR = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,8 @@ VOCAB = 248320
 @click.option("--vocab", type=click.IntRange(1), help="In place of the size's, over --scale.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), help="Plant it: a probability a draft.")
 @click.option("--dtype", type=click.Choice(list(_DTYPE_NAMES)), default="bf16", show_default=True)
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, (1 << 63) - 1))
+@click.option("--virtual", is_flag=True, help="No weight files: every load makes them on its device.")
 @click.option("--file-gb", default=2.0, show_default=True, help="Size of a file, and of what is in memory.")
 def main(
     directory: Path,
@@ -82,6 +77,7 @@ def main(
     acceptance: float | None,
     dtype: str,
     seed: int,
+    virtual: bool,
     file_gb: float,
 ) -> None:
     """Writes a checkpoint into DIRECTORY, which must be empty or absent."""
@@ -89,11 +85,16 @@ def main(
         raise click.UsageError(f"{directory} is not empty")
     config = make_config(size, scale, dtype, acceptance, layers, vocab)
     try:
-        total = write_checkpoint(directory, config, seed, int(file_gb * 1e9), click.echo)
+        if virtual:
+            write_virtual(directory, config, seed)
+            total = 0
+        else:
+            total = write_checkpoint(directory, config, seed, int(file_gb * 1e9), click.echo)
     except (LoadError, OSError) as error:
         raise click.ClickException(f"{error}") from error
     planted = "" if acceptance is None else f", PLANTED acceptance {acceptance:g}"
-    click.echo(f"{directory}: {size}{f' / {scale}' if scale > 1 else ''}, {total / 1e9:.2f} GB{planted}")
+    weights = "no weight files, made at each load" if virtual else f"{total / 1e9:.2f} GB"
+    click.echo(f"{directory}: {size}{f' / {scale}' if scale > 1 else ''}, {weights}{planted}")
 
 
 def make_config(
@@ -147,7 +148,7 @@ def make_config(
         "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
         "dtype": _DTYPE_NAMES[dtype],
-        **({} if acceptance is None else {FIELD: acceptance}),
+        **({} if acceptance is None else {PLANTED_FIELD: acceptance}),
     }
 
 
@@ -159,112 +160,34 @@ def write_checkpoint(
     config: as `make_config` gives it; the tokenizer is the built-in model's. Ids past its vocabulary have no text.
     Raises OSError when the disk has no room for it.
     """
+    _write_beside(directory, config)
+    parsed = read_config(directory)
+    dtype = TORCH_DTYPES[parsed.dtype]
+    named = [(PREFIX + weight.name, weight) for weight in weights_of(parsed)]
+    named += [(HEAD_PREFIX + weight.name, weight) for weight in head_weights_of(parsed)]
+    item = dtype.itemsize
+    total = sum(math.prod(weight.shape) * (4 if weight.rule.float32 else item) for _, weight in named)
+    free = shutil.disk_usage(directory).free
+    if total > free:
+        raise OSError(f"{directory} has {free / 1e9:.1f} GB free, and the weights take {total / 1e9:.1f}")
+    maker = Maker(Recipe(seed, config.get(PLANTED_FIELD), parsed.dtype), parsed, dtype)
+    values = ((name, maker.whole(name, weight)) for name, weight in named)
+    _write_files(directory, values, total, file_bytes, say)
+    return total
+
+
+def write_virtual(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """Writes all but the weights; loads make those that `write_checkpoint` would write."""
+    _write_beside(directory, {**config, FIELD: {"generator": GENERATOR, "seed": seed}})
+
+
+def _write_beside(directory: Path, config: dict[str, Any]) -> None:
+    """What stands beside the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     builtin = resolve("builtin:tiny")
     for name in TOKENIZER:
         shutil.copyfile(builtin / name, directory / name)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    parsed = read_config(directory)
-    dtype = TORCH_DTYPES[parsed.dtype]
-    named = [(PREFIX, weight) for weight in weights_of(parsed)]
-    named += [(HEAD_PREFIX, weight) for weight in head_weights_of(parsed)]
-    total = sum(math.prod(weight.shape) * _dtype_of(weight, dtype).itemsize for _, weight in named)
-    free = shutil.disk_usage(directory).free
-    if total > free:
-        raise OSError(f"{directory} has {free / 1e9:.1f} GB free, and the weights take {total / 1e9:.1f}")
-    acceptance = config.get(FIELD)
-    if acceptance is None:
-        values = random_weights(named, dtype, seed)
-    else:
-        values = planted_weights(parsed, named, dtype, seed, acceptance)
-    _write_files(directory, values, total, file_bytes, say)
-    return total
-
-
-Named = list[tuple[str, Weight]]
-
-
-def random_weights(named: Named, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights whose activations stay near one, by full name."""
-    for prefix, weight in named:
-        yield prefix + weight.name, _random(prefix + weight.name, weight, dtype, seed, 1.0)
-
-
-def planted_weights(
-    config: ModelConfig, named: Named, dtype: torch.dtype, seed: int, acceptance: float
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights whose next token is the successor of the last one on a random cycle through the vocabulary.
-
-    Layers run as always and add next to nothing, so the hidden row is the token's embedding; lm_head's row of a
-    token is the embedding of its predecessor, so the successor is what it likes best. The head's `fc` passes the
-    known token's embedding on, and drafts its successor: the trunk's choice. But a random share of 1 - acceptance
-    of the tokens is marked in the embedding's first place, and what `fc` reads there sends them a wrong way. A
-    draft is wrong if the token before it is marked: independent of the drafts before, as the cycle is random.
-    """
-    vocab, hidden = config.vocab_size, config.hidden_size
-    generator = torch.Generator().manual_seed(seed)
-    cycle = torch.randperm(vocab, generator=generator)
-    marked = torch.randperm(vocab, generator=generator)[: round((1 - acceptance) * vocab)]
-    embedding = torch.empty(vocab, hidden, dtype=dtype)
-    _fill(embedding, torch.Generator().manual_seed(seed + 1), 1.0)
-    embedding[:, 0] = 0
-    embedding[marked, 0] = 1
-    for prefix, weight in named:
-        name = prefix + weight.name
-        if name == PREFIX + "embed_tokens.weight":
-            yield name, embedding
-        elif name == PREFIX + "lm_head.weight":
-            head = torch.empty_like(embedding)
-            head[cycle.roll(-1)] = embedding[cycle]
-            yield name, head.mul_(_TOP_LOGIT / hidden)
-        elif name == HEAD_PREFIX + "fc.weight":
-            fc = torch.empty(weight.shape, dtype=dtype)
-            _fill(fc, _generator(name, seed), _FAINT / math.sqrt(2 * hidden))
-            fc[:, :hidden].fill_diagonal_(1)
-            # the detour leads to the successor of the cycle's first token
-            fc[:, 0] = _DETOUR * embedding[cycle[0]]
-            yield name, fc
-        else:
-            yield name, _random(name, weight, dtype, seed, _FAINT)
-
-
-def _random(name: str, weight: Weight, dtype: torch.dtype, seed: int, output_scale: float) -> torch.Tensor:
-    """One weight, drawn from a stream of its own. output_scale: of what a layer adds to the residual stream."""
-    generator = _generator(name, seed)
-    value = torch.empty(weight.shape, dtype=_dtype_of(weight, dtype))
-    if name.endswith("linear_attn.norm.weight"):
-        return value.fill_(1)
-    if name.endswith("norm.weight"):  # zero-centred
-        return value.zero_()
-    if name.endswith("A_log"):
-        return value.uniform_(1, 16, generator=generator).log_()
-    if name.endswith("dt_bias"):
-        steps = value.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
-        return torch.log(torch.expm1(steps))
-    if name.endswith("embed_tokens.weight"):
-        return _fill(value, generator, 1.0)
-    scale = 0.5 if name.endswith("conv1d.weight") else weight.shape[-1] ** -0.5
-    if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-        scale *= output_scale
-    return _fill(value, generator, scale)
-
-
-def _fill(value: torch.Tensor, generator: torch.Generator, scale: float) -> torch.Tensor:
-    """Normal numbers of that deviation, drawn in float32 whatever the dtype."""
-    flat = value.view(-1)
-    for first in range(0, flat.numel(), _PIECE):
-        piece = flat[first : first + _PIECE]
-        piece.copy_(torch.randn(piece.numel(), generator=generator).mul_(scale))
-    return value
-
-
-def _generator(name: str, seed: int) -> torch.Generator:
-    # a CPU generator takes 32 bits of a seed
-    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-
-
-def _dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if weight.rule.float32 else dtype
 
 
 def _write_files(

@@ -42,7 +42,7 @@ class OfflineModel:
         self.dtype_name = resolve_dtype(dtype, self.config)
         self.dtype = TORCH_DTYPES[self.dtype_name]
         self.device = torch.device(device)
-        weights = load_shard(self.path, self.config, 0, 1, self.dtype)
+        weights = load_shard(self.path, self.config, 0, 1, self.dtype, device=self.device)
         self._to_device(weights)
         self.trunk = Trunk(
             self.config,
@@ -56,7 +56,7 @@ class OfflineModel:
     def head(self, dtype: str) -> MtpHead:
         """The head in "bf16", "fp16" or "fp32"; it shares the trunk's embedding and lm_head where it can."""
         head_dtype = TORCH_DTYPES[dtype]
-        weights = load_head(self.path, self.config, head_dtype)
+        weights = load_head(self.path, self.config, head_dtype, device=self.device)
         self._to_device(weights)
         if head_dtype == self.dtype:
             trunk = self.trunk
@@ -64,7 +64,7 @@ class OfflineModel:
         config = self.config
         dims = (config.hidden_size, config.head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
         ops, _ = select_ops(self.device, head_dtype, BLOCK_SIZE, dims)
-        embedding, lm_head = load_vocab(self.path, config, head_dtype)
+        embedding, lm_head = load_vocab(self.path, config, head_dtype, device=self.device)
         embedding = embedding.to(self.device)
         packed = ops.pack_linear(embedding if lm_head is None else lm_head.to(self.device))
         return MtpHead(config, weights, ops, packed if lm_head is None else embedding, packed)
@@ -82,6 +82,7 @@ class OfflineModel:
             dtype=self.dtype,
             device=self.device,
             drafts=drafts,
+            ring=self.trunk.ops.ring,
         )
         heads, dim = self.config.num_key_value_heads, self.config.head_dim
         dtype = TORCH_DTYPES[head_dtype]

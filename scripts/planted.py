@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-FIELD = "mstar_planted"
+from mstar.loader.recipe import PLANTED_FIELD
 
 
 def planted_acceptance(directory: Path) -> float | None:
     """The acceptance that was planted in the checkpoint, None in one whose text means something."""
     file = directory / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    value = config.get(FIELD, config.get("text_config", {}).get(FIELD))
+    value = config.get(PLANTED_FIELD, config.get("text_config", {}).get(PLANTED_FIELD))
     return None if value is None else float(value)
 
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from mstar.daemon.text import load_text
 from mstar.loader import read_config, resolve
 from mstar.scripts import draft_head_variants, make_checkpoint
-from mstar.scripts.draft_head_variants import Sample, encode_chat
+from mstar.scripts.draft_head_variants import Sample, Share, encode_chat, rows_of
 from mstar.scripts.offline_model import OfflineModel
 from mstar.scripts.planted import planted_acceptance, planted_note
 from mstar.scripts.tasks import Turn, chats
@@ -31,6 +31,14 @@ def planted(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory):
+    path = tmp_path_factory.mktemp("virtual") / "m"
+    output = make(path, "--acceptance", "0.8", "--dtype", "fp32", "--virtual")
+    assert "PLANTED acceptance 0.8" in output and "no weight files" in output
+    return path
+
+
 @torch.inference_mode()
 def test_next_tokens_follow_one_cycle_whatever_stands_before(planted):
     model = OfflineModel(str(planted))
@@ -45,9 +53,9 @@ def test_next_tokens_follow_one_cycle_whatever_stands_before(planted):
             assert int(model.next_logits([*before, token]).argmax()) == successor[token]
 
 
-@pytest.mark.parametrize("head", ["fp32", "bf16"])
-def test_planted_acceptance_is_met_by_depth(planted, head):
-    model = OfflineModel(str(planted))
+@pytest.mark.parametrize(("fixture", "head"), [("planted", "fp32"), ("planted", "bf16"), ("virtual", "fp32")])
+def test_planted_acceptance_is_met_by_depth(request, fixture, head):
+    model = OfflineModel(str(request.getfixturevalue(fixture)))
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(0, 6144, (12, 120), generator=generator).tolist()
     samples = [Sample(row, [True] * len(row)) for row in ids]
@@ -57,8 +65,8 @@ def test_planted_acceptance_is_met_by_depth(planted, head):
     assert share.rates() == pytest.approx([0.8, 0.64, 0.512], abs=0.05)
 
 
-def test_planted_checkpoints_say_so(planted):
-    assert planted_acceptance(planted) == 0.8
+def test_planted_checkpoints_say_so(planted, virtual):
+    assert planted_acceptance(planted) == planted_acceptance(virtual) == 0.8
     assert json.loads((planted / "config.json").read_text())["mstar_planted"] == 0.8
     assert not read_config(planted).tie_word_embeddings
     assert "PLANTED" in planted_note(0.8) and planted_note(None) == ""
@@ -126,8 +134,22 @@ def test_the_builtin_head_is_accepted_in_answers():
     """The whole of it is a check of its own; this is to see that the measure works."""
     model = OfflineModel("builtin:tiny")
     text = load_text(model.path)
-    samples = [encode_chat(text, chat.turns, 200) for chat in chats(12, 5)]
+    samples = [encode_chat(text, chat.turns, 200, chat.kind) for chat in chats(12, 5)]
     shares = draft_head_variants.measure(model, model.head("bf16"), "bf16", samples, 3, 12)
     rates = shares["assistant turns"].rates()
     assert rates == sorted(rates, reverse=True) and rates[0] > 0.95 and rates[2] > 0.88
     assert shares["whole chats"].positions > shares["assistant turns"].positions > 300
+    kinds = {chat.kind for chat in chats(12, 5)}
+    assert sum(shares[kind].positions for kind in kinds) == shares["whole chats"].positions
+
+
+def test_acceptance_is_the_mean_of_the_seeds_and_each_kind_is_told():
+    shares = {
+        1: {"whole chats": Share(100, [90, 50]), "fact": Share(10, [9, 5])},
+        2: {"whole chats": Share(300, [210, 60])},
+    }
+    whole, fact = rows_of(shares, 2)
+    assert (whole["text"], whole["positions"]) == ("whole chats", 400)
+    assert whole["acceptance"] == pytest.approx([0.8, 0.35]) and whole["tau"] == pytest.approx(1.15)
+    assert whole["by_seed"] == {1: [0.9, 0.5], 2: [0.7, 0.2]}
+    assert (fact["text"], fact["acceptance"], list(fact["by_seed"])) == ("fact", [0.9, 0.5], [1])
