@@ -6,11 +6,16 @@ Chats with their answers are run through the model token by token. After every t
 trunk checks the drafts as a speculative step does: a draft counts if it and all drafts before it are what the
 trunk, given them, finds likeliest. The chat then goes on with its own next token, so every position is measured
 once, and the head's KV holds true hiddens up to it.
+
+Nothing can guess the random codes of look-up chats, and half of the training mix's tokens are theirs: of 150 drawn
+chats a few long ones decide the figure. So by default the chats have the training set's mix exactly
+(`tasks.balanced_chats`), the figure is the mean over several seeds, and the table shows how far these lie apart.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -30,12 +35,10 @@ from mstar.kernels.rows import Rows
 from mstar.loader import LoadError, fingerprint
 from mstar.scripts.offline_model import OfflineModel, Rooms
 from mstar.scripts.planted import planted_note
-from mstar.scripts.tasks import Turn, chats, render
+from mstar.scripts.tasks import SHEET, Turn, balanced_chats, chats, render
 
 VARIANTS = ("bf16", "fp32")
-# Chats that list many random codes are long and cannot be guessed: by how many there are, draws of 150 chats have
-# 0.79 to 0.90 accepted at depth 1 over whole chats. This seed draws as many as the training set has.
-SEED = 5
+WHOLE, ANSWERS = "whole chats", "assistant turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Sample:
 
     ids: list[int]
     in_answer: list[bool]
+    kind: str = ""  # whole chats are counted by kind, too
 
 
 @dataclass(slots=True)
@@ -63,8 +67,18 @@ class Share:
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--variants", default=",".join(VARIANTS), show_default=True, help="Heads to measure, a list.")
 @click.option("--depth", default=3, show_default=True, type=click.IntRange(1, 8), help="Drafts a position.")
-@click.option("--chats", "chat_count", default=150, show_default=True, type=click.IntRange(1))
-@click.option("--seed", default=SEED, show_default=True, help="Of the chats.")
+@click.option(
+    "--mix",
+    type=click.Choice(["balanced", "drawn"]),
+    default="balanced",
+    show_default=True,
+    help=f"Exactly the training set's, {SHEET} chats a seed; or --chats of them, drawn from it.",
+)
+@click.option("--chats", "chat_count", default=150, show_default=True, type=click.IntRange(1), help="Drawn.")
+@click.option("--seed", default=1, show_default=True, help="Of the chats: the first one.")
+@click.option(
+    "--seeds", default=3, show_default=True, type=click.IntRange(1), help="How many, from --seed on."
+)
 @click.option("--max-tokens", default=4096, show_default=True, help="Longer chats are cut there.")
 @click.option("--batch", default=16, show_default=True, type=click.IntRange(1), help="Chats at once.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="On a CPU.")
@@ -75,8 +89,10 @@ def main(
     device: str,
     variants: str,
     depth: int,
+    mix: str,
     chat_count: int,
     seed: int,
+    seeds: int,
     max_tokens: int,
     batch: int,
     threads: int,
@@ -88,23 +104,23 @@ def main(
     try:
         loaded = OfflineModel(model, dtype, device)
         text = load_text(loaded.path)
-        samples = make_samples(text, chat_count, seed, max_tokens)
+        by_seed = {
+            number: [
+                encode_chat(text, chat.turns, max_tokens, chat.kind)
+                for chat in (chats(chat_count, number) if mix == "drawn" else balanced_chats(number))
+            ]
+            for number in range(seed, seed + seeds)
+        }
         results = []
         for variant in variants.split(","):
+            head = loaded.head(variant)
             started = time.monotonic()
-            shares = measure(loaded, loaded.head(variant), variant, samples, depth, batch)
-            seconds = time.monotonic() - started
-            results += [
-                {
-                    "head": variant,
-                    "text": name,
-                    "positions": share.positions,
-                    "acceptance": share.rates(),
-                    "tau": sum(share.rates()),
-                    "seconds": seconds,
-                }
-                for name, share in shares.items()
-            ]
+            shares = {
+                number: measure(loaded, head, variant, samples, depth, batch)
+                for number, samples in by_seed.items()
+            }
+            seconds = round(time.monotonic() - started, 1)
+            results += [{"head": variant, "seconds": seconds, **row} for row in rows_of(shares, depth)]
     except (LoadError, KeyError) as error:
         raise click.ClickException(f"{error}") from error
     report = {
@@ -113,9 +129,9 @@ def main(
         "fingerprint": fingerprint(loaded.path),
         "planted": loaded.planted,
         "trunk_dtype": loaded.dtype_name,
-        "chats": chat_count,
-        "tokens": sum(len(sample.ids) for sample in samples),
-        "seed": seed,
+        "mix": mix,
+        "chats": {number: len(samples) for number, samples in by_seed.items()},
+        "tokens": {number: sum(len(s.ids) for s in samples) for number, samples in by_seed.items()},
         "depth": depth,
         "results": results,
     }
@@ -124,12 +140,26 @@ def main(
         json_path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def make_samples(text: TextModel, count: int, seed: int, max_tokens: int) -> list[Sample]:
-    """Rendered chats as tokens."""
-    return [encode_chat(text, chat.turns, max_tokens) for chat in chats(count, seed)]
+def rows_of(shares: dict[int, dict[str, Share]], depth: int) -> list[dict[str, Any]]:
+    """One row a text: the mean of the seeds' rates, and each seed's own."""
+    names = list(dict.fromkeys(name for own in shares.values() for name in own))
+    rows = []
+    for name in names:
+        own = {seed: share[name] for seed, share in shares.items() if name in share}
+        rates = [statistics.fmean(share.rates()[place] for share in own.values()) for place in range(depth)]
+        rows.append(
+            {
+                "text": name,
+                "positions": sum(share.positions for share in own.values()),
+                "acceptance": rates,
+                "tau": sum(rates),
+                "by_seed": {seed: share.rates() for seed, share in own.items()},
+            }
+        )
+    return rows
 
 
-def encode_chat(text: TextModel, turns: Sequence[Turn], max_tokens: int) -> Sample:
+def encode_chat(text: TextModel, turns: Sequence[Turn], max_tokens: int, kind: str = "") -> Sample:
     """A rendered chat, and which of its tokens the assistant wrote."""
     ids = text.encode(render(turns))[:max_tokens]
     start, role, end = (text.encode(mark) for mark in ("<|im_start|>", "assistant\n", "<|im_end|>"))
@@ -141,15 +171,16 @@ def encode_chat(text: TextModel, turns: Sequence[Turn], max_tokens: int) -> Samp
             inside = False
         elif ids[index + 1 - len(opening) : index + 1] == opening:
             inside = True
-    return Sample(ids, in_answer)
+    return Sample(ids, in_answer, kind)
 
 
 @torch.inference_mode()
 def measure(
     model: OfflineModel, head: MtpHead, head_dtype: str, samples: Sequence[Sample], depth: int, batch: int
 ) -> dict[str, Share]:
-    """Acceptance by depth over whole chats and over assistants' turns alone."""
-    shares = {name: Share(0, [0] * depth) for name in ("whole chats", "assistant turns")}
+    """Acceptance by depth over whole chats, over assistants' turns alone, and over whole chats of each kind."""
+    kinds = {sample.kind for sample in samples} - {""}
+    shares = {name: Share(0, [0] * depth) for name in (WHOLE, ANSWERS, *sorted(kinds))}
     # chats of a batch are of like length, longest first: those that end leave at its tail
     ordered = sorted((s for s in samples if len(s.ids) > depth + 1), key=lambda s: -len(s.ids))
     for first in range(0, len(ordered), batch):
@@ -254,10 +285,10 @@ def _draft(
 def _count(samples: Sequence[Sample], position: int, agreed: torch.Tensor, shares: dict[str, Share]) -> None:
     """Adds one position of each sample: its drafts stand at position + 1 and after."""
     for sample, hits in zip(samples, agreed.tolist(), strict=True):
-        names = ["whole chats"]
-        depth = len(shares["whole chats"].accepted)
+        names = [WHOLE, sample.kind] if sample.kind else [WHOLE]
+        depth = len(shares[WHOLE].accepted)
         if all(sample.in_answer[position + 1 : position + 1 + depth]):
-            names.append("assistant turns")
+            names.append(ANSWERS)
         for name in names:
             shares[name].positions += 1
             for place in range(hits):
@@ -266,9 +297,11 @@ def _count(samples: Sequence[Sample], position: int, agreed: torch.Tensor, share
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """The table: the share of positions whose first 1, 2, ... drafts were all accepted."""
+    counts = sorted(set(report["chats"].values()))
+    seeds = ", ".join(map(str, report["chats"]))
     console.print(
         f"{report['model']} ({report['fingerprint'][:12]}), trunk {report['trunk_dtype']}, "
-        f"{report['chats']} chats, seed {report['seed']}{planted_note(report['planted'])}"
+        f"{counts[0]} chats a seed, {report['mix']}, seeds {seeds}{planted_note(report['planted'])}"
     )
     table = Table()
     table.add_column("head")
@@ -276,9 +309,15 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for column in ("positions", *(f"first {d + 1}" for d in range(report["depth"])), "tau"):
         table.add_column(column, justify="right")
     for row in report["results"]:
-        rates = [f"{rate:.3f}" for rate in row["acceptance"]]
-        table.add_row(row["head"], row["text"], str(row["positions"]), *rates, f"{row['tau']:.2f}")
+        table.add_row(row["head"], row["text"], str(row["positions"]), *_rates(row), f"{row['tau']:.2f}")
     console.print(table)
+
+
+def _rates(row: dict[str, Any]) -> list[str]:
+    """Means over the seeds, with the seeds' range where there are several."""
+    columns = list(zip(*row["by_seed"].values(), strict=True))
+    ranges = [f" ({min(c):.3f}-{max(c):.3f})" if len(c) > 1 else "" for c in columns]
+    return [f"{rate:.3f}{span}" for rate, span in zip(row["acceptance"], ranges, strict=True)]
 
 
 if __name__ == "__main__":

@@ -66,16 +66,37 @@ class Chat:
 def sample(draw: Draw) -> Chat:
     """One chat, kinds in proportion to the training set's."""
     kind = draw.choices([kind for kind, _ in KINDS], [weight for _, weight in KINDS])[0]
-    turns = kind(draw)
-    if kind in SHORT and draw.random() < 0.3:
-        turns = turns + draw.choice(SHORT)(draw)
-    return Chat(kind.__name__, tuple(turns))
+    return Chat(kind.__name__, tuple(_with_another(kind, draw)))
 
 
 def chats(count: int, seed: int = 0) -> list[Chat]:
     """`count` chats of all kinds."""
     draw = random.Random(seed)
     return [sample(draw) for _ in range(count)]
+
+
+def _with_another(kind: Kind, draw: Draw) -> Turns:
+    """The turns of a kind; three in ten of the short ones go on with another short one."""
+    turns = kind(draw)
+    if kind in SHORT and draw.random() < 0.3:
+        turns = turns + draw.choice(SHORT)(draw)
+    return turns
+
+
+def balanced_chats(seed: int = 0, sheets: int = 1) -> list[Chat]:
+    """Chats of the training set's mix without the luck of the draw: SHEET of them a sheet.
+
+    Every kind has exactly its share, and look-up lists, whose length decides how much of a text is random, come in
+    each of RETRIEVAL_SIZES equally often. What is in them is drawn with the seed.
+    """
+    draw = random.Random(f"balanced {seed}")
+    result = []
+    for kind, weight in KINDS:
+        for number in range(weight * len(RETRIEVAL_SIZES) * sheets):
+            lines = RETRIEVAL_SIZES[number % len(RETRIEVAL_SIZES)]
+            turns = retrieval(draw, lines) if kind is retrieval else _with_another(kind, draw)
+            result.append(Chat(kind.__name__, tuple(turns)))
+    return result
 
 
 def render(turns: Sequence[Turn]) -> str:
@@ -360,3 +381,5 @@ KINDS: tuple[tuple[Kind, int], ...] = (
     (to_json, 1),
     (count, 1),
 )
+# The fewest chats that have every kind's share and every size of list.
+SHEET = sum(weight for _, weight in KINDS) * len(RETRIEVAL_SIZES)

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from mstar.daemon.text import load_text
 from mstar.loader import read_config, resolve
 from mstar.scripts import draft_head_variants, make_checkpoint
-from mstar.scripts.draft_head_variants import Sample, Share, encode_chat, rows_of
+from mstar.scripts.draft_head_variants import Sample, encode_chat
 from mstar.scripts.offline_model import OfflineModel
 from mstar.scripts.planted import planted_acceptance, planted_note
 from mstar.scripts.tasks import Turn, chats
@@ -134,22 +134,8 @@ def test_the_builtin_head_is_accepted_in_answers():
     """The whole of it is a check of its own; this is to see that the measure works."""
     model = OfflineModel("builtin:tiny")
     text = load_text(model.path)
-    samples = [encode_chat(text, chat.turns, 200, chat.kind) for chat in chats(12, 5)]
+    samples = [encode_chat(text, chat.turns, 200) for chat in chats(12, 5)]
     shares = draft_head_variants.measure(model, model.head("bf16"), "bf16", samples, 3, 12)
     rates = shares["assistant turns"].rates()
     assert rates == sorted(rates, reverse=True) and rates[0] > 0.95 and rates[2] > 0.88
     assert shares["whole chats"].positions > shares["assistant turns"].positions > 300
-    kinds = {chat.kind for chat in chats(12, 5)}
-    assert sum(shares[kind].positions for kind in kinds) == shares["whole chats"].positions
-
-
-def test_acceptance_is_the_mean_of_the_seeds_and_each_kind_is_told():
-    shares = {
-        1: {"whole chats": Share(100, [90, 50]), "fact": Share(10, [9, 5])},
-        2: {"whole chats": Share(300, [210, 60])},
-    }
-    whole, fact = rows_of(shares, 2)
-    assert (whole["text"], whole["positions"]) == ("whole chats", 400)
-    assert whole["acceptance"] == pytest.approx([0.8, 0.35]) and whole["tau"] == pytest.approx(1.15)
-    assert whole["by_seed"] == {1: [0.9, 0.5], 2: [0.7, 0.2]}
-    assert (fact["text"], fact["acceptance"], list(fact["by_seed"])) == ("fact", [0.9, 0.5], [1])

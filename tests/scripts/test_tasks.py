@@ -1,5 +1,6 @@
 """Tasks of the built-in model."""
 
+import collections
 import random
 
 from mstar.scripts import tasks
@@ -18,6 +19,19 @@ def test_chats_end_with_the_answer_that_is_expected():
 
 def test_all_kinds_are_drawn():
     assert {chat.kind for chat in tasks.chats(300)} == {kind.__name__ for kind, _ in tasks.KINDS}
+
+
+def test_balanced_chats_have_the_training_sets_mix_whatever_the_seed():
+    first, second = tasks.balanced_chats(1), tasks.balanced_chats(2)
+    assert tasks.balanced_chats(1) == first != second
+    assert len(first) == tasks.SHEET == 384
+    for drawn in (first, second):
+        kinds = collections.Counter(chat.kind for chat in drawn)
+        assert kinds == {kind.__name__: 12 * weight for kind, weight in tasks.KINDS}
+        lists = (chat.turns[0].text.split("\n\n")[0] for chat in drawn if chat.kind == "retrieval")
+        sizes = collections.Counter(len(text.splitlines()) for text in lists)
+        assert sizes == dict.fromkeys(tasks.RETRIEVAL_SIZES, 3)
+    assert len(tasks.balanced_chats(1, sheets=2)) == 2 * tasks.SHEET
 
 
 def test_retrieval_asks_for_codes_that_are_listed():
