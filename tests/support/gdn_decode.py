@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from mstar.kernels.gdn import GdnWeights
+from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu, ring_rows
 from mstar.kernels.rows import Rows
 
 WIDTH = 4
@@ -61,6 +62,56 @@ def make_rows(
     )
 
 
+class Caches:
+    """Rings, states and windows of a few slots, poisoned with NaN but where a slot starts."""
+
+    def __init__(
+        self,
+        w: GdnWeights,
+        slots: int,
+        ring: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        drafts: bool,
+    ):
+        self.w, self.ring = w, ring
+        nan = float("nan")
+        self.state = torch.full((slots, w.value_heads, w.key_dim, w.value_dim), nan, device=device)
+        self.conv = torch.full((slots, ring, w.channels), nan, dtype=dtype, device=device)
+        rows = ring if drafts else 0
+        self.window = torch.full((slots, rows, 2 * w.value_heads), nan, dtype=dtype, device=device)
+
+    def start(self, slot: int, position: int, state: torch.Tensor, taps: torch.Tensor) -> None:
+        """The slot as after `position` tokens; taps: [width - 1, channels], oldest first."""
+        self.state[slot] = state
+        for age in range(1, WIDTH):
+            if position >= age:
+                self.conv[slot, (position - age) % self.ring] = taps[WIDTH - 1 - age]
+
+    def run(
+        self, proj: torch.Tensor, rows: Rows, shape: LaunchShape | None = None, early: bool = False
+    ) -> torch.Tensor:
+        return gdn_decode_gpu(
+            proj, self.w, self.state, self.conv, self.window, rows, shape=shape, early=early
+        )
+
+
+def beginnings(
+    w: GdnWeights,
+    positions: list[int],
+    generator: torch.Generator,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A state and taps for each position; inputs before a sequence's begin are zero."""
+    state = torch.randn(len(positions), w.value_heads, w.key_dim, w.value_dim, generator=generator) * 0.3
+    taps = torch.randn(len(positions), WIDTH - 1, w.channels, generator=generator).to(dtype)
+    for index, position in enumerate(positions):
+        taps[index, : max(0, WIDTH - 1 - position)] = 0
+    return state.to(device), taps.to(device)
+
+
 class Float64:
     """Sequences of Gated DeltaNet in float64 from the design's formulas, nothing rounded between.
 
@@ -101,3 +152,55 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, so that NaNs and signed zeros compare too."""
     return x.contiguous().view(torch.uint8)
+
+
+def replay_cycles(
+    dims: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, window: int = 4
+) -> None:
+    """Asserts that steps with drafts give plain decode's outputs and states to the bit.
+
+    Windows of `window` rows with zero to three accepted, steps of one row between, sequences that skip steps.
+    dims: (key heads, value heads, key dim, value dim).
+    """
+    generator = torch.Generator().manual_seed(5)
+    w = make_weights(*dims, generator, device)
+    ring, slots, begin = ring_rows(window - 1), [4, 1], [0, 9]
+    speculative = Caches(w, 5, ring, dtype, device, drafts=True)
+    plain = Caches(w, 5, ring_rows(0), dtype, device, drafts=False)
+    state, taps = beginnings(w, begin, generator, device, dtype)
+    for index, slot in enumerate(slots):
+        for caches in (speculative, plain):
+            caches.start(slot, begin[index], state[index], taps[index])
+    schedule: list[tuple[int, tuple[int | None, int | None]]] = [  # (rows, accepted; None: not in this step)
+        (window, (3, 0)), (window, (2, None)), (1, (None, 0)), (window, (None, 1)), (window, (1, 3)),
+        (1, (0, None)), (1, (0, 0)), (window, (None, 2)), (1, (None, 0)),
+    ]  # fmt: skip
+    steps = 13
+    line = torch.randn(2, steps, w.proj_width, generator=generator).to(dtype).to(device)
+    expected = []  # plain decode's outputs and states, by token
+    for step in range(steps):
+        outs = plain.run(line[:, step].contiguous(), make_rows(1, slots, [at + step for at in begin], device))
+        expected.append((outs, plain.state[slots]))
+    done, behind = [0, 0], [0, 0]  # tokens run, drafts that the state is behind by
+    for count, accepted in schedule:
+        active = [index for index in range(2) if accepted[index] is not None]
+        proj = torch.randn(len(active), count, w.proj_width, generator=generator).to(dtype).to(device)
+        for at, index in enumerate(active):
+            kept = 1 + accepted[index]
+            proj[at, :kept] = line[index, done[index] : done[index] + kept]
+        starts = [begin[index] + done[index] for index in active]
+        pending = [behind[index] for index in active]
+        rows = make_rows(count, [slots[index] for index in active], starts, device, pending)
+        out = speculative.run(proj.flatten(0, 1), rows).unflatten(0, (-1, count))
+        for at, index in enumerate(active):
+            for row in range(1 + accepted[index]):
+                assert torch.equal(bits(out[at, row]), bits(expected[done[index] + row][0][index]))
+            # what is written is the state after the first row: the drafts' moves are not in it
+            assert torch.equal(speculative.state[slots[index]], expected[done[index]][1][index])
+            done[index] += 1 + accepted[index]
+            behind[index] = accepted[index]
+    assert done == [11, 13] and behind == [0, 0]
+    untouched = [0, 2, 3]
+    assert (
+        torch.isnan(speculative.state[untouched]).all() and torch.isnan(speculative.window[untouched]).all()
+    )

@@ -6,44 +6,23 @@ import pytest
 import torch
 
 from mstar.kernels.gdn import gdn_decode
-from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu, ring_rows
-from tests.support.gdn_decode import WIDTH, Float64, bits, make_rows, make_weights, relative
+from mstar.kernels.gdn.gpu.decode import LaunchShape, ring_rows
+from tests.support.gdn_decode import (
+    WIDTH,
+    Caches,
+    Float64,
+    beginnings,
+    bits,
+    make_rows,
+    make_weights,
+    relative,
+    replay_cycles,
+)
 
 # (bound against float64, bound against the reference, which rounds at the same places). Triton's interpreter
 # cuts float32 down to bfloat16 where a device rounds to the nearest: float16 is held tightly there instead.
 BF16 = (2e-2, 6e-3) if torch.cuda.is_available() else (1e-1, 8e-2)
 BOUNDS = {torch.float32: (2e-6, 2e-6), torch.bfloat16: BF16, torch.float16: (4e-3, 1e-3)}
-
-
-class Caches:
-    """Rings, states and windows of a few slots, poisoned with NaN but where a slot starts."""
-
-    def __init__(self, w, slots, ring, dtype, device, drafts):
-        self.w, self.ring = w, ring
-        nan = float("nan")
-        self.state = torch.full((slots, w.value_heads, w.key_dim, w.value_dim), nan, device=device)
-        self.conv = torch.full((slots, ring, w.channels), nan, dtype=dtype, device=device)
-        rows = ring if drafts else 0
-        self.window = torch.full((slots, rows, 2 * w.value_heads), nan, dtype=dtype, device=device)
-
-    def start(self, slot, position, state, taps):
-        """The slot as after `position` tokens; taps: [width - 1, channels], oldest first."""
-        self.state[slot] = state
-        for age in range(1, WIDTH):
-            if position >= age:
-                self.conv[slot, (position - age) % self.ring] = taps[WIDTH - 1 - age]
-
-    def run(self, proj, rows, shape=None):
-        return gdn_decode_gpu(proj, self.w, self.state, self.conv, self.window, rows, shape=shape)
-
-
-def beginnings(w, positions, generator, device, dtype):
-    """A state and taps for each position; inputs before a sequence's begin are zero."""
-    state = torch.randn(len(positions), w.value_heads, w.key_dim, w.value_dim, generator=generator) * 0.3
-    taps = torch.randn(len(positions), WIDTH - 1, w.channels, generator=generator).to(dtype)
-    for index, position in enumerate(positions):
-        taps[index, : max(0, WIDTH - 1 - position)] = 0
-    return state.to(device), taps.to(device)
 
 
 @pytest.mark.parametrize(
@@ -94,48 +73,7 @@ def test_plain_decode_is_that_of_the_reference_and_of_float64(device, dims, dtyp
 )
 def test_replay_of_accepted_drafts_is_plain_decode_to_the_bit(device, dtype):
     """Windows of four rows, zero to three drafts accepted, steps of one row between, sequences that skip steps."""
-    generator = torch.Generator().manual_seed(5)
-    w = make_weights(1, 1, 16, 16, generator, device)
-    ring, slots, begin = ring_rows(3), [4, 1], [0, 9]
-    speculative = Caches(w, 5, ring, dtype, device, drafts=True)
-    plain = Caches(w, 5, ring_rows(0), dtype, device, drafts=False)
-    state, taps = beginnings(w, begin, generator, device, dtype)
-    for index, slot in enumerate(slots):
-        for caches in (speculative, plain):
-            caches.start(slot, begin[index], state[index], taps[index])
-    schedule = [  # (rows, accepted of each sequence; None: not in this step)
-        (4, (3, 0)), (4, (2, None)), (1, (None, 0)), (4, (None, 1)), (4, (1, 3)), (1, (0, None)), (1, (0, 0)),
-        (4, (None, 2)), (1, (None, 0)),
-    ]  # fmt: skip
-    steps = 13
-    line = torch.randn(2, steps, w.proj_width, generator=generator).to(dtype).to(device)
-    expected = []  # plain decode's outputs and states, by token
-    for step in range(steps):
-        outs = plain.run(line[:, step].contiguous(), make_rows(1, slots, [at + step for at in begin], device))
-        expected.append((outs, plain.state[slots]))
-    done, behind = [0, 0], [0, 0]  # tokens run, drafts that the state is behind by
-    for count, accepted in schedule:
-        active = [index for index in range(2) if accepted[index] is not None]
-        proj = torch.randn(len(active), count, w.proj_width, generator=generator).to(dtype).to(device)
-        for at, index in enumerate(active):
-            kept = 1 + accepted[index]
-            proj[at, :kept] = line[index, done[index] : done[index] + kept]
-        starts = [begin[index] + done[index] for index in active]
-        pending = [behind[index] for index in active]
-        rows = make_rows(count, [slots[index] for index in active], starts, device, pending)
-        out = speculative.run(proj.flatten(0, 1), rows).unflatten(0, (-1, count))
-        for at, index in enumerate(active):
-            for row in range(1 + accepted[index]):
-                assert torch.equal(bits(out[at, row]), bits(expected[done[index] + row][0][index]))
-            # what is written is the state after the first row: the drafts' moves are not in it
-            assert torch.equal(speculative.state[slots[index]], expected[done[index]][1][index])
-            done[index] += 1 + accepted[index]
-            behind[index] = accepted[index]
-    assert done == [11, 13] and behind == [0, 0]
-    untouched = [0, 2, 3]
-    assert (
-        torch.isnan(speculative.state[untouched]).all() and torch.isnan(speculative.window[untouched]).all()
-    )
+    replay_cycles((1, 1, 16, 16), dtype, device)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
