@@ -37,6 +37,7 @@ from mstar.scripts.check_cells import (
     verdict_of,
 )
 from mstar.scripts.check_client import Answer, ask_all
+from mstar.scripts.check_options import check_options
 from mstar.scripts.check_prompts import LONG, CheckPrompt, long_prompts, short_prompts
 from mstar.scripts.near_ties import Difference, allowed_gap, difference, first_difference
 from mstar.scripts.offline_model import OfflineModel
@@ -46,19 +47,9 @@ from mstar.scripts.serving_load import BenchError
 
 
 @click.command()
-@click.option("--model", default="builtin:tiny", show_default=True, help="What the daemons load.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, bf16, fp16 or fp32.")
-@click.option("--arms", default="plain,mtp1,mtp2,mtp3,mtp5,mtp8", show_default=True)
-@click.option("--tp", "tps", default="1,2", show_default=True, help="Tensor parallel sizes, a list.")
-@click.option("--prompts", "prompt_count", default=200, show_default=True, type=click.IntRange(0))
-@click.option("--max-tokens", default=96, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@check_options(prompts=200, max_tokens=96)
 @click.option("--long", "long_count", default=4, show_default=True, help="Long prompts beside them.")
 @click.option("--long-tokens", default=4000, show_default=True, help="Length of a long prompt.")
-@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Requests at once.")
-@click.option("--seed", default=1, show_default=True, help="Of the prompts.")
-@click.option("--strict", is_flag=True, help="A near-tie fails, too (dtype fp32 on the built-in model).")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything to this file.")
-@click.argument("daemon_flags", nargs=-1, type=click.UNPROCESSED)
 def main(
     model: str,
     dtype: str,

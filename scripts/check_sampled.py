@@ -42,6 +42,7 @@ from mstar.scripts.check_cells import (
     verdict_of,
 )
 from mstar.scripts.check_client import Answer, ask_all
+from mstar.scripts.check_options import check_options
 from mstar.scripts.check_prompts import short_prompts
 from mstar.scripts.chi_square import chi_square
 from mstar.scripts.near_ties import allowed_gap, first_difference
@@ -67,18 +68,8 @@ CHI_CONCURRENCY = 64
 
 
 @click.command()
-@click.option("--model", default="builtin:tiny", show_default=True, help="What the daemons load.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, bf16, fp16 or fp32.")
-@click.option("--arms", default="plain,mtp1,mtp2,mtp3,mtp5,mtp8", show_default=True)
-@click.option("--tp", "tps", default="1,2", show_default=True, help="Tensor parallel sizes, a list.")
-@click.option("--prompts", "prompt_count", default=100, show_default=True, type=click.IntRange(0))
-@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@check_options(prompts=100, max_tokens=64)
 @click.option("--draws", default=20_000, show_default=True, help="For each chi-square; 0: none.")
-@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1), help="Requests at once.")
-@click.option("--seed", default=1, show_default=True, help="Of the prompts.")
-@click.option("--strict", is_flag=True, help="A near-tie fails, too.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything to this file.")
-@click.argument("daemon_flags", nargs=-1, type=click.UNPROCESSED)
 def main(
     model: str,
     dtype: str,
