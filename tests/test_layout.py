@@ -30,7 +30,7 @@ COMMANDS = {
     "kernels/bench/__main__.py": ("click", "mstar.loader", "mstar.scripts.make_checkpoint"),
 }
 # The environment that users of this ecosystem expect; a program of ours has no other switches there.
-ENVIRONMENT = {"HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "NO_COLOR"}
+ENVIRONMENT = {"TRITON_INTERPRET", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "NO_COLOR"}
 STARTS_WITHOUT_TORCH = (
     "mstar.daemon.cli",
     "mstar.daemon.client_cli",
