@@ -36,6 +36,7 @@ def begin_step(
     """
     sequences, width = slots.shape[0], ahead.shape[1]
     assert 1 <= rows_per_seq <= width, f"{rows_per_seq} rows a sequence of {width} tokens ahead"
+    assert slots.is_contiguous()
     hidden = table.shape[1]
     local = table.shape[0] if vocab_local is None else vocab_local
     assert local <= table.shape[0] and ahead.stride(1) == 1 and table.stride(1) == 1

@@ -54,7 +54,7 @@ def partial_draws(
     Returns values [splits, rows] float32 and ids [splits, rows] int64. A split without any id has -inf.
     """
     rows = logits.shape[0]
-    assert slots.shape[0] * rows_per_seq == rows
+    assert slots.shape[0] * rows_per_seq == rows and slots.is_contiguous() and positions.is_contiguous()
     return _partial(
         logits, first_id, vocab, slots, positions, temperature, seed, least, rows_per_seq, position_offset
     )
@@ -73,6 +73,7 @@ def argmax_gpu(logits: torch.Tensor) -> torch.Tensor:
 def merge_draws(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The best of several: values [splits, rows] float32, ids likewise int64 -> values and ids, [rows] each."""
     splits, rows = values.shape
+    assert values.is_contiguous() and ids.is_contiguous()
     value = torch.empty(rows, dtype=torch.float32, device=values.device)
     id_ = torch.empty(rows, dtype=torch.int64, device=values.device)
     _merge_draws[(rows,)](

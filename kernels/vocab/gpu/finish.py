@@ -44,6 +44,7 @@ def finish_step(
     """
     splits, rows = values.shape
     assert (left is None) == (stop_ids is None), "left and stop_ids are both of the sampler"
+    assert values.is_contiguous() and ids.is_contiguous() and slots.is_contiguous()
     width = 1 if stop_ids is None else stop_ids.shape[1]
     _finish_step[(rows,)](
         values, ids, slots, ahead, lengths, left, stop_ids, pending, out,
