@@ -26,10 +26,14 @@ DOT_DEPTHS = ((128, 4), (256, 3), (64, 5))  # bytes of k / 2 a tile, tiles in fl
 
 
 def default(key: GemmKey) -> KernelChoice:
-    """The guess where nothing was timed: fma for the fewest rows, dot up to 64, cuBLAS above."""
+    """The guess where nothing was timed: fma for the fewest rows, dot up to 64, cuBLAS above.
+
+    float32 has no dot, so fma takes all the rows that it can and cuBLAS the others.
+    """
     if key.rows > dot.MOST_ROWS:
         return CUBLAS
-    found = _fma_candidates(key) if key.rows <= 4 else _dot_candidates(key)
+    fma_rows = fma.MOST_ROWS if key.dtype == "fp32" else 4
+    found = _fma_candidates(key) if key.rows <= fma_rows else _dot_candidates(key)
     return found[0] if found else CUBLAS
 
 
@@ -84,7 +88,12 @@ def _fma_candidates(key: GemmKey) -> list[KernelChoice]:
 
 
 def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
-    """Tiles deep enough in flight; k is split where the outputs alone are too few programs."""
+    """Tiles deep enough in flight; k is split where the outputs alone are too few programs.
+
+    None in float32: without tensor cores Triton writes a tile's products out, and its registers spill.
+    """
+    if key.dtype == "fp32":
+        return []
     item = ITEM_BYTES[key.dtype]
     sides = 2 if key.kind == "gated" else 1
     rows = dot.block_rows(key.rows)

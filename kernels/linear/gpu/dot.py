@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
-from mstar.kernels.linear.gpu.epilogue import gated_value, rounded
+from mstar.kernels.linear.gpu.epilogue import residual_tile, store_outputs
 from mstar.kernels.linear.gpu.fma import by_vector
 
 MOST_ROWS = 64
@@ -56,6 +56,7 @@ def _dot(
         u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+    r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else acc
     if PREFETCH:
         b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)
         acc = _product(w, b, acc, UPCAST)
@@ -73,7 +74,7 @@ def _dot(
         acc = acc * scale[None, :]
         acc_u = acc_u * scale[None, :]
     if SPLIT_K == 1:
-        _store(acc, acc_u, residual, residual_stride, out, outputs, lines, rows, n, GATED)
+        store_outputs(acc, acc_u, r, out, outputs, lines, rows, n, GATED, residual is not None)
     else:
         # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -87,7 +88,7 @@ def _dot(
             for split in tl.static_range(SPLIT_K):
                 # past the first cache, which other programs' stores do not reach
                 total += tl.load(part + split * part_size, cache_modifier=".cg")
-            _store(total, acc_u, residual, residual_stride, out, outputs, lines, rows, n, GATED)
+            store_outputs(total, acc_u, r, out, outputs, lines, rows, n, GATED, residual is not None)
             tl.store(counters + tile, 0)
 
 
@@ -125,18 +126,6 @@ def _product(w, b, acc, UPCAST: tl.constexpr):
         w = w.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(w, tl.trans(b), acc, input_precision="ieee")
-
-
-@triton.jit
-def _store(y, up, residual, residual_stride, out, outputs, lines, rows, n, GATED: tl.constexpr):
-    inside = (outputs < n)[:, None] & (lines < rows)[None, :]
-    at = lines.to(tl.int64)[None, :]
-    if GATED:
-        y = gated_value(y, up, out.dtype.element_ty)
-    if residual is not None:
-        r = tl.load(residual + at * residual_stride + outputs[:, None], mask=inside, other=0.0)
-        y = rounded(y, out.dtype.element_ty) + r.to(tl.float32)
-    tl.store(out + at * n + outputs[:, None], y.to(out.dtype.element_ty), mask=inside)
 
 
 _CONSTANTS = (

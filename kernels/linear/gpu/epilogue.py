@@ -25,6 +25,27 @@ def gated_value(gate, up, dtype: tl.constexpr):
     return rounded(gate / (1.0 + tl.exp(-gate)), dtype) * rounded(up, dtype)
 
 
+@triton.jit
+def residual_tile(residual, stride, outputs, lines, rows, n):
+    """The residual of a tile, [outputs, lines], asked for long before it is added."""
+    inside = (outputs < n)[:, None] & (lines < rows)[None, :]
+    return tl.load(residual + lines.to(tl.int64)[None, :] * stride + outputs[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_outputs(
+    y, up, r, out, outputs, lines, rows, n, GATED: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
+    """Stores y, [outputs, lines] float32, as out[lines, outputs]: gate of `up`, or added to r, if so."""
+    if GATED:
+        y = gated_value(y, up, out.dtype.element_ty)
+    if ADD:
+        y = rounded(y, out.dtype.element_ty) + r.to(tl.float32)
+    inside = (outputs < n)[:, None] & (lines < rows)[None, :]
+    at = out + lines.to(tl.int64)[None, :] * n + outputs[:, None]
+    tl.store(at, y.to(out.dtype.element_ty), mask=inside)
+
+
 def silu_gated(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of both: [rows, 2 * n], gate then up, contiguous. Returns [rows, n]."""
     rows, n = both.shape[0], both.shape[1] // 2

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
-from mstar.kernels.linear.gpu.epilogue import gated_value, rounded
+from mstar.kernels.linear.gpu.epilogue import residual_tile, store_outputs
 
 MOST_ROWS = 8
 
@@ -37,6 +37,8 @@ def _fma(
     g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+    lines = tl.arange(0, ROWS)
+    r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else w
     acc = _zeros(ROWS, BLOCK_N, BLOCK_K // VECTOR)
     acc_u = _zeros(ROWS if GATED else 0, BLOCK_N, BLOCK_K // VECTOR)
     squares = _zeros(ROWS if norm is not None else 0, 1, BLOCK_K // VECTOR)
@@ -63,20 +65,37 @@ def _fma(
             w = next_w
             u = next_u
             g = next_g
-    inside = outputs < n
-    for row in tl.static_range(ROWS):
-        y = tl.sum(acc[row], 1)
-        scale = 1.0
-        if norm is not None:
-            scale = tl.rsqrt(tl.sum(tl.sum(squares[row], 1), 0) / K + eps)
-            y = y * scale
-        if GATED:
-            y = gated_value(y, tl.sum(acc_u[row], 1) * scale, out.dtype.element_ty)
-        mask = inside & (row < rows)
-        if residual is not None:
-            r = tl.load(residual + row * residual_stride + outputs, mask=mask, other=0.0)
-            y = rounded(y, out.dtype.element_ty) + r.to(tl.float32)
-        tl.store(out + row * n.to(tl.int64) + outputs, y.to(out.dtype.element_ty), mask=mask)
+    y = tl.sum(_stacked(acc, ROWS), 1)
+    up = tl.sum(_stacked(acc_u, ROWS), 1) if GATED else y
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(_stacked(squares, ROWS), 1) / K + eps)
+        y = y * scale
+        up = up * scale
+    store_outputs(y, up, r, out, outputs, lines, rows, n, GATED, residual is not None)
+
+
+@triton.jit
+def _stacked(parts, ROWS: tl.constexpr):
+    """A tuple by row of [A, B] as [A, B, ROWS]: one reduction for all rows, so that warps meet once."""
+    if ROWS == 8:
+        parts = _joined(parts, 4)
+    if ROWS >= 4:
+        parts = _joined(parts, 2)
+    if ROWS >= 2:
+        parts = _joined(parts, 1)
+    return tl.reshape(parts[0], [parts[0].shape[0], parts[0].shape[1], ROWS])
+
+
+@triton.jit
+def _joined(parts, HALF: tl.constexpr):
+    """Half as many parts, each of two that lie HALF apart, side by side in its last dimension."""
+    joined = ()
+    for part in tl.static_range(HALF):
+        both = tl.join(parts[part], parts[part + HALF])
+        if len(both.shape) == 4:
+            both = tl.reshape(both, [both.shape[0], both.shape[1], both.shape[2] * 2])
+        joined += (both,)  # type: ignore[assignment]
+    return joined
 
 
 @triton.jit

@@ -182,7 +182,8 @@ def test_candidates_fit_and_hold_the_default(n, k):
                 found = candidates(key)
                 assert found[0] == CUBLAS and default(key) in found
                 assert len(found) == len(set(found)) <= 24
-                assert (default(key) == CUBLAS) == (rows > 64)
+                kernel = "fma" if rows <= (8 if dtype == "fp32" else 4) else "dot" if rows <= 64 else "cublas"
+                assert default(key).kernel == (kernel if dtype == "bf16" or kernel != "dot" else "cublas")
                 for found_choice in found:
                     check_fit(found_choice, key)
 

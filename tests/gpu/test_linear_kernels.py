@@ -1,0 +1,153 @@
+"""Every candidate at the family's sizes on a GPU: against float64, and its graph's bytes against its eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from mstar.kernels.registry import GemmKey, KernelChoice, row_bucket
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no GPU: the linears' candidates at the family's sizes are not tested here",
+)
+
+EPS = 1e-6
+# What a decode step of 0.8B and of 9B runs, the head cut to an eighth of the vocabulary: the tiles are the same.
+SIZES = {
+    "0.8B gdn in": ("norm", 8224, 1024),
+    "0.8B attention in": ("norm", 5120, 1024),
+    "0.8B out": ("residual", 1024, 2048),
+    "0.8B gate and up": ("gated", 3584, 1024),
+    "0.8B down": ("residual", 1024, 3584),
+    "0.8B fc": ("plain", 1024, 2048),
+    "0.8B head": ("f32", 31040, 1024),
+    "9B gdn in": ("norm", 12352, 4096),
+    "9B gate and up": ("gated", 12288, 4096),
+    "9B down": ("residual", 4096, 12288),
+    "9B fc": ("plain", 4096, 8192),
+}
+# Roundings to bf16, each up to 2^-8 and 0.0017 of the norm on average: the result, and in turn what is multiplied,
+# the sum before the residual, gate, up and silu. float32 sums of 12,288 products.
+BOUNDS = {"plain": 3e-3, "norm": 4e-3, "residual": 4e-3, "gated": 8e-3, "f32": 2e-6}
+
+
+def exact(kind, x, weight, norm, eps, residual):
+    x = x.double()
+    if norm is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+    y = x @ weight.double().T
+    if kind == "gated":
+        gate, up = y.chunk(2, -1)
+        return gate / (1 + (-gate).exp()) * up
+    return y if residual is None else y + residual.double()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, 33, 64, 65])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_default_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
+    from mstar.kernels.linear.gpu.candidates import CUBLAS, default
+
+    key = key_of(size, rows)
+    assert faults(key, rows, {default(key), CUBLAS}) == []
+
+
+@pytest.mark.slow  # a minute or two of compiling; the bench checks every candidate of every size so
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("size", ["0.8B attention in", "0.8B gate and up", "0.8B down", "0.8B head"])
+def test_every_candidate_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
+    from mstar.kernels.linear.gpu.candidates import candidates
+
+    key = key_of(size, rows)
+    assert faults(key, rows, candidates(key)) == []
+
+
+def key_of(size: str, rows: int) -> GemmKey:
+    kind, n, k = SIZES[size]
+    bucket = row_bucket(rows)
+    assert bucket is not None
+    return GemmKey(kind, bucket, n, k, "bf16")
+
+
+def faults(key: GemmKey, rows: int, choices: Iterable[KernelChoice]) -> list[str]:
+    """What is wrong with each choice, for so many rows of the key's bucket."""
+    from mstar.kernels.linear.gpu.run import run_linear
+
+    kind, n, k = key.kind, key.n, key.k
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    x = random(rows, k + 16)[:, :k]
+    weight = random(2 * n if kind == "gated" else n, k) / k**0.5
+    given = {
+        "norm": random(k, dtype=torch.float32).abs() + 0.5 if kind in ("norm", "gated") else None,
+        "eps": EPS,
+        "residual": random(rows, n) if kind == "residual" else None,
+    }
+    failed = []
+    for choice in choices:
+        try:
+            run_linear(choice, x, weight, kind=kind, **given)  # compiles, and makes a split's counters
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = run_linear(choice, x, weight, kind=kind, **given)
+            x.copy_(random(rows, k))  # not what was captured
+            want = exact(kind, x, weight, **given)
+            eager = run_linear(choice, x, weight, kind=kind, **given)
+            for _ in range(3):
+                captured.fill_(float("nan"))
+                graph.replay()
+                torch.cuda.synchronize()
+                if not torch.equal(captured, eager):
+                    failed.append(f"{choice}: a replay gives other bytes")
+            error = float((eager.double() - want).norm() / want.norm())
+            if not error < BOUNDS[kind]:
+                failed.append(f"{choice}: error {error:.2e}")
+        except Exception as raised:
+            failed.append(f"{choice}: {type(raised).__name__}: {str(raised)[:200]}")
+    return failed
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
+    """A chain as a layer has it, each call reading what the one before wrote, in dependent launches."""
+    from mstar.kernels.linear.gpu.candidates import candidates, default
+    from mstar.kernels.linear.gpu.run import run_linear
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    x, norm = random(rows, 1024), torch.ones(1024, device="cuda")
+    both, down = random(2 * 3584, 1024) / 32, random(1024, 3584) / 60
+    gated = GemmKey("gated", rows, 3584, 1024, "bf16")
+    key = GemmKey("residual", rows, 1024, 3584, "bf16")
+    splits = [choice for choice in candidates(key) if dict(choice.params).get("SPLIT_K", 1) > 1]
+
+    def chain(choice, wait: bool) -> torch.Tensor:
+        y = x
+        for _ in range(12):
+            h = run_linear(default(gated), y, both, kind="gated", norm=norm, eps=EPS)
+            if wait:
+                torch.cuda.synchronize()
+            y = run_linear(choice, h, down, kind="residual", residual=y)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    for choice in [default(key), *splits[:2]]:
+        want = chain(choice, wait=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = chain(choice, wait=False)
+        for _ in range(20):
+            got.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(got, want), choice
