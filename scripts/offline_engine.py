@@ -16,7 +16,15 @@ from mstar.ranks.device_steps import DeviceSteps
 from mstar.ranks.engine import Engine
 from mstar.ranks.executor import Executor
 from mstar.ranks.leader import Leader
-from mstar.ranks.messages import Event, SamplingParams, Submit, TokenRun, Tokens
+from mstar.ranks.messages import (
+    EngineStats,
+    Event,
+    QueryStats,
+    SamplingParams,
+    Submit,
+    TokenRun,
+    Tokens,
+)
 from mstar.ranks.plan import decode_buckets
 from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
@@ -30,11 +38,18 @@ PREFILL_BUDGET, MIXED_BUDGET = 512, 128  # as a rank on a CPU has them
 class OfflineEngine:
     """Runs requests of one load. drafts: checked in every step, without a policy that would lower them.
 
-    eager: on a GPU, without captured graphs.
+    eager: on a GPU, without captured graphs. budgets: prompt tokens of a step, alone and beside decodes.
     """
 
     def __init__(
-        self, model: OfflineModel, *, drafts: int, max_num_seqs: int, max_seq: int, eager: bool = False
+        self,
+        model: OfflineModel,
+        *,
+        drafts: int,
+        max_num_seqs: int,
+        max_seq: int,
+        eager: bool = False,
+        budgets: tuple[int, int] = (PREFILL_BUDGET, MIXED_BUDGET),
     ) -> None:
         self._model = model
         config, device, dtype = model.config, model.device, model.dtype
@@ -44,8 +59,8 @@ class OfflineEngine:
             max_seq=max_seq,
             max_num_seqs=max_num_seqs,
             kv_blocks=blocks,
-            prefill_budget=PREFILL_BUDGET,
-            mixed_budget=MIXED_BUDGET,
+            prefill_budget=budgets[0],
+            mixed_budget=budgets[1],
             drafts=drafts,
             buckets=decode_buckets(max_num_seqs) if ops.uniform else (),
         )
@@ -82,6 +97,7 @@ class OfflineEngine:
         self._scheduler = Scheduler(limits, sampler)
         self._engine = Engine(self._scheduler, leader, self._take)
         self.runs: list[TokenRun] = []  # of the latest step
+        self._phases: dict[str, list[float]] = {}
 
     def submit(self, request_id: int, prompt: Sequence[int], params: SamplingParams) -> None:
         self._engine.handle(Submit(request_id, list(prompt), params))
@@ -90,6 +106,11 @@ class OfflineEngine:
         """Runs one step, whose tokens are then in `runs`; False when there was nothing to run."""
         self.runs = []
         return self._engine.step()
+
+    def phases(self) -> dict[str, list[float]]:
+        """[p50, p95, mean] in microseconds, and the count, of the parts of the latest steps; see mstar.ranks.phases."""
+        self._engine.handle(QueryStats(0))
+        return self._phases
 
     def lengths(self) -> dict[int, tuple[int, int]]:
         """Slot, and tokens whose KV is in the caches, of every running request that decodes."""
@@ -155,6 +176,8 @@ class OfflineEngine:
     def _take(self, event: Event) -> None:
         if isinstance(event, Tokens):
             self.runs += event.runs
+        elif isinstance(event, EngineStats):
+            self._phases = event.phases
 
 
 def _unrolled(cache: GdnCache, slot: int, length: int, pending: int, mixer: GdnMixer) -> GdnCache:
