@@ -78,9 +78,10 @@ class Paged:
         )
 
     def expected(self, sequence: int) -> torch.Tensor:
-        """[rows of the sequence, q_heads * dim] float64."""
+        """[rows of the sequence, q_heads * dim] float64, from q and k as the model dtype holds them."""
         w = self.weights
         q, gate, k, v, positions = self.parts(sequence)
+        q, k = q.to(self.proj.dtype).double(), k.to(self.proj.dtype).double()
         k = torch.cat([self.past[sequence][0].double(), k])
         v = torch.cat([self.past[sequence][1].double(), v])
         hidden = torch.arange(k.shape[0], device=k.device) > positions[:, None]

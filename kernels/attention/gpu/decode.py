@@ -11,12 +11,10 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.attention.gpu.reduce import reduce_segments
-from mstar.kernels.attention.gpu.walk import gated, keys_a_segment, walk_keys
+from mstar.kernels.attention.gpu.walk import LOG2_E, gated, keys_a_segment, walk_keys
 from mstar.kernels.attention.weights import AttentionWeights
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.rows import Rows
-
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)

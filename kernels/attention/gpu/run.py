@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mstar.kernels.attention.gpu.decode import attend_decode
+from mstar.kernels.attention.gpu.prefill import attend_prefill
 from mstar.kernels.attention.gpu.qkv import qkv_norm_rope_cache
 from mstar.kernels.attention.weights import AttentionWeights
 from mstar.kernels.rows import Rows
@@ -24,4 +25,6 @@ def attention_gpu(
     last_only: all rows write their key and value, each sequence's last one attends: [sequences, ...].
     """
     q = qkv_norm_rope_cache(proj, weights, k_cache, v_cache, rows)
-    return attend_decode(q, proj, weights, k_cache, v_cache, rows, last_only)
+    if rows.rows_per_seq or last_only:
+        return attend_decode(q, proj, weights, k_cache, v_cache, rows, last_only)
+    return attend_prefill(q, proj, weights, k_cache, v_cache, rows)

@@ -10,8 +10,9 @@ from mstar.kernels.attention.gpu.qkv import qkv_norm_rope_cache
 from mstar.kernels.attention.gpu.run import attention_gpu
 from tests.support.attention import BLOCK, paged, random_weights, relative_error
 
-# Relative to a row's norm. bfloat16 rounds q, k, the weights and twice the result: some 2^-8 each.
-BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2}
+# Relative to a row's norm. bfloat16 rounds the softmax's weights and twice the result, 2^-9 each at most; the
+# interpreter cuts it off instead, q and k too: 2^-7 each, all one way.
+BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 6e-3 if torch.cuda.is_available() else 3e-2}
 
 
 def check(case, out, dtype):
