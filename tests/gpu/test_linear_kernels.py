@@ -30,8 +30,8 @@ SIZES = {
     "9B fc": ("plain", 4096, 8192),
 }
 # Roundings to bf16, each up to 2^-8 and 0.0017 of the norm on average: the result, and in turn what is multiplied,
-# the sum before the residual, gate, up and silu. float32 sums of 12,288 products.
-BOUNDS = {"plain": 3e-3, "norm": 4e-3, "residual": 4e-3, "gated": 8e-3, "f32": 2e-6}
+# the sum before the residual, gate, up and silu. Tensor cores cut off what they add to float32 sums.
+BOUNDS = {"plain": 3e-3, "norm": 4e-3, "residual": 4e-3, "gated": 8e-3, "f32": 1e-4}
 
 
 def exact(kind, x, weight, norm, eps, residual):

@@ -106,7 +106,7 @@ def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
             block_k = 2 * depth // item
             if stages * (outputs * sides + rows) * block_k * item > SHARED_BYTES:
                 continue
-            for split in (1, 2, 4, 8) if key.kind in ("plain", "residual") else (1,):
+            for split in (1,) if key.kind in ("norm", "gated") else (1, 2, 4, 8):
                 if split > 1 and split * sums > THREAD_BYTES:  # the last to arrive reads all parts at once
                     continue
                 if block_k // 2 * split >= key.k or (split > 1 and split * key.n > 1 << 15):

@@ -42,29 +42,33 @@ def _fma(
     acc = _zeros(ROWS, BLOCK_N, BLOCK_K // VECTOR)
     acc_u = _zeros(ROWS if GATED else 0, BLOCK_N, BLOCK_K // VECTOR)
     squares = _zeros(ROWS if norm is not None else 0, 1, BLOCK_K // VECTOR)
+    f = _inputs(x, x_stride, rows, 0, K, ROWS, BLOCK_K)
     if UNROLL:
         for step in tl.static_range(steps):
-            values, squares = _inputs(x, x_stride, rows, step, g, squares, K, ROWS, BLOCK_K, VECTOR)
+            values, squares = _normed(f, g, squares, ROWS, VECTOR)
             acc = _add(acc, values, w, ROWS, VECTOR)
             if GATED:
                 acc_u = _add(acc_u, values, u, ROWS, VECTOR)
             if step + 1 < steps:
+                f = _inputs(x, x_stride, rows, step + 1, K, ROWS, BLOCK_K)
                 w = _weights(w_at, step + 1, K, BLOCK_K)
                 u = _weights(u_at, step + 1, K, BLOCK_K) if GATED else w
                 g = _norms(norm, step + 1, K, BLOCK_K) if norm is not None else w
     else:
         for step in range(steps):
-            # the next tile is asked for before this one is used; past the end, the mask asks for nothing
+            # the next tiles are asked for before these are used; past the end, the mask asks for nothing
             next_w = _weights(w_at, step + 1, K, BLOCK_K)
             next_u = _weights(u_at, step + 1, K, BLOCK_K) if GATED else next_w
             next_g = _norms(norm, step + 1, K, BLOCK_K) if norm is not None else next_w
-            values, squares = _inputs(x, x_stride, rows, step, g, squares, K, ROWS, BLOCK_K, VECTOR)
+            next_f = _inputs(x, x_stride, rows, step + 1, K, ROWS, BLOCK_K)
+            values, squares = _normed(f, g, squares, ROWS, VECTOR)
             acc = _add(acc, values, w, ROWS, VECTOR)
             if GATED:
                 acc_u = _add(acc_u, values, u, ROWS, VECTOR)
             w = next_w
             u = next_u
             g = next_g
+            f = next_f
     y = tl.sum(_stacked(acc, ROWS), 1)
     up = tl.sum(_stacked(acc_u, ROWS), 1) if GATED else y
     if norm is not None:
@@ -120,21 +124,27 @@ def _norms(norm, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _inputs(
-    x, x_stride, rows, step, g, squares,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """A tile of each row of x in float32, times the norm's multipliers, and the squares with the tile's added."""
+def _inputs(x, x_stride, rows, step, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of x: a tuple by row of [1, BLOCK_K]."""
     k = _columns(step, BLOCK_K)
+    values = ()
+    for row in tl.static_range(ROWS):
+        at = x + tl.minimum(row, rows - 1) * x_stride
+        values += (tl.load(at + k, mask=k < K, other=0.0, eviction_policy="evict_last"),)  # type: ignore[assignment]
+    return values
+
+
+@triton.jit
+def _normed(f, g, squares, ROWS: tl.constexpr, VECTOR: tl.constexpr):
+    """A tile of x in float32, times the norm's multipliers, and the squares with the tile's added."""
     values = ()
     sums = ()
     for row in tl.static_range(ROWS):
-        at = x + tl.minimum(row, rows - 1) * x_stride
-        f = tl.load(at + k, mask=k < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        value = f[row].to(tl.float32)
         if len(squares) > 0:
-            sums += (squares[row] + by_vector(f * f, VECTOR),)  # type: ignore[assignment]
-            f = f * g
-        values += (f,)  # type: ignore[assignment]
+            sums += (squares[row] + by_vector(value * value, VECTOR),)  # type: ignore[assignment]
+            value = value * g
+        values += (value,)  # type: ignore[assignment]
     return values, sums
 
 

@@ -10,14 +10,15 @@ from mstar.kernels.linear.gpu.run import _counters, run_linear, skinny_call
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 
 EPS = 1e-6
-# Of float32 sums of 205 products. Of what bf16 keeps 8 bits and fp16 11 (the interpreter cuts bf16 off where a GPU
-# rounds, twice the error), twice in a residual and up to four times in a gate.
+# Of float32 sums of 141 products. Of what bf16 keeps 8 bits and fp16 11 (the interpreter cuts bf16 off where a GPU
+# rounds, twice the error), twice in a residual and up to four times in a gate. Tensor cores cut off what they add;
+# one rounding to fp16 would be 2e-4.
 BOUNDS = {
     "plain": {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 5e-3},
     "norm": {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 9e-3},
     "residual": {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 1e-2},
     "gated": {torch.float32: 1e-6, torch.float16: 1.2e-3, torch.bfloat16: 2.5e-2},
-    "f32": {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6},
+    "f32": {torch.float32: 1e-6, torch.float16: 2e-5, torch.bfloat16: 2e-5},
 }
 
 
@@ -89,9 +90,9 @@ def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, k
         pytest.skip("without a norm it is dot-loop")
     rows = ROWS[name] if dtype == torch.bfloat16 else ROWS[name][:1]
     for count in rows:
-        given = arguments(kind, count, 37, 205, dtype, device)
+        given = arguments(kind, count, 19, 141, dtype, device)
         got = run_linear(NAMES[name], given.pop("x"), given.pop("weight"), kind=kind, **given)
-        given = arguments(kind, count, 37, 205, dtype, device)
+        given = arguments(kind, count, 19, 141, dtype, device)
         assert got.dtype == (torch.float32 if kind == "f32" else dtype)
         assert relative(got, exact(kind, **given)) < BOUNDS[kind][dtype]
         if kind == "gated":
@@ -204,6 +205,6 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert params["BLOCK_K"] % (32 * params["num_warps"] * 16 // item) == 0
     else:
         assert key.rows <= 64
-        assert params["SPLIT_K"] == 1 or key.kind in ("plain", "residual")
+        assert params["SPLIT_K"] == 1 or key.kind not in ("norm", "gated")
         rows = params["BLOCK_N"] * (2 if key.kind == "gated" else 1) + max(8, key.rows)
         assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
