@@ -46,10 +46,10 @@ def ring_rows(drafts: int) -> int:
 def _launch_shape(sequences: int, value_heads: int) -> LaunchShape:
     """How a decode step is launched: the one place to change after `python -m mstar.kernels.gdn.gpu.measure`.
 
-    Four warps: with eight, q and k have fewer elements than the program has threads, and Triton computes their
-    conv once a warp rather than share it (3.6: 255 registers and spills, where four warps need 203 and none).
+    Eight warps share a program's work where a GPU has processors for all programs at once; four take less of it
+    in all (compiled for sm_90: 992 instructions each against 1304), and two programs with drafts fit a processor.
     """
-    return LaunchShape(num_warps=4)
+    return LaunchShape(num_warps=8 if sequences * value_heads <= 132 else 4)
 
 
 def gdn_decode_gpu(
@@ -169,17 +169,18 @@ def _gdn_decode(
     i1 = tl.arange(0, V_PAD // COLUMNS)[None, :, None, None]
     i2 = tl.arange(0, K_PAD // LANES)[None, None, :, None]
     i3 = tl.arange(0, COLUMNS)[None, None, None, :]
-    key = tl.arange(0, K_PAD)
+    # q and k as one: [2, K] is as many elements as eight warps have threads. With fewer than threads Triton takes
+    # their loads for cheap and does the conv anew in each warp (3.6: more registers than there are)
+    which = tl.arange(0, 2)[:, None]
+    key = tl.arange(0, K_PAD)[None, :]
     value = tl.arange(0, V_PAD // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     in_k = key < K
     in_v = value < TILE
     first = head * V + tl.program_id(2) * TILE  # this program's first column of the value heads'
-    q_at = head // GROUP * K + key
-    k_at = KEYS + q_at
+    key_at = which * KEYS + head // GROUP * K + key
     v_at = 2 * KEYS + first + value
 
-    wq = load_taps(conv_w, q_at, in_k, CHANNELS, WIDTH)
-    wk = load_taps(conv_w, k_at, in_k, CHANNELS, WIDTH)
+    wk = load_taps(conv_w, key_at, in_k, CHANNELS, WIDTH)
     wv = load_taps(conv_w, v_at, in_v, CHANNELS, WIDTH)
     head_decay = tl.load(decay + head)
     head_bias = tl.load(dt_bias + head)
@@ -203,15 +204,14 @@ def _gdn_decode(
     back = start * 0
     if PENDING:
         back = tl.where(kept, tl.load(pending + sequence), 0).to(tl.int64)
-    q0, q1, q2 = _before(ring, start, q_at, in_k, kept, RING, CHANNELS)
-    k0, k1, k2 = _before(ring, start - back, k_at, in_k, kept, RING, CHANNELS)
+    k0, k1, k2 = _before(ring, start - back, key_at, in_k, kept, RING, CHANNELS)
     v0, v1, v2 = _before(ring, start - back, v_at, in_v, kept, RING, CHANNELS)
 
     # inputs are loaded one row ahead: a row's work hides the latency of the next one's
     if PENDING:
         place = (start - back) & (RING - 1)
         there = back > 0
-        k3 = tl.load(ring + place * CHANNELS + k_at, mask=in_k & there, other=0.0)
+        k3 = tl.load(ring + place * CHANNELS + key_at, mask=in_k & there, other=0.0)
         v3 = tl.load(ring + place * CHANNELS + v_at, mask=in_v & there, other=0.0)
         b, a = _load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
         for index in range(back.to(tl.int32)):
@@ -222,18 +222,17 @@ def _gdn_decode(
             v0, v1, v2 = v1, v2, v3
             place = (start - back + index + 1) & (RING - 1)
             there = index + 1 < back
-            k3 = tl.load(ring + place * CHANNELS + k_at, mask=in_k & there, other=0.0)
+            k3 = tl.load(ring + place * CHANNELS + key_at, mask=in_k & there, other=0.0)
             v3 = tl.load(ring + place * CHANNELS + v_at, mask=in_v & there, other=0.0)
             b, a = _load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
-            _, kh, _ = unit_keys(kh, kh, K)
-            s, _ = advance(s, kh, kh, vh, 0.0, beta, forget, False)
+            q, k, _ = unit_keys(kh, which, K)
+            s, _ = advance(s, q, k, vh, 0.0, beta, forget, False)
 
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     row = sequence.to(tl.int64) * ROWS
     line = proj + row * stride
-    q3 = tl.load(line + q_at, mask=in_k, other=0.0)
-    k3 = tl.load(line + k_at, mask=in_k, other=0.0)
+    k3 = tl.load(line + key_at, mask=in_k, other=0.0)
     v3 = tl.load(line + v_at, mask=in_v, other=0.0)
     z = tl.load(line + Z_AT + first + value, mask=in_v, other=0.0)
     b, a = _load_gates(line + GATES_AT + head, True, VALUE_HEADS)
@@ -242,27 +241,23 @@ def _gdn_decode(
         if WINDOW:
             tl.store(gate_ring + place * (2 * VALUE_HEADS) + head, b)
             tl.store(gate_ring + place * (2 * VALUE_HEADS) + VALUE_HEADS + head, a)
-        tl.store(ring + place * CHANNELS + q_at, q3, mask=in_k)
-        tl.store(ring + place * CHANNELS + k_at, k3, mask=in_k)
+        tl.store(ring + place * CHANNELS + key_at, k3, mask=in_k)
         tl.store(ring + place * CHANNELS + v_at, v3, mask=in_v)
         beta, forget = gates(b, a, head_decay, head_bias)
-        qh = conv_silu(q0, q1, q2, q3, wq, DTYPE)
         kh = conv_silu(k0, k1, k2, k3, wk, DTYPE)
         vh = conv_silu(v0, v1, v2, v3, wv, DTYPE)
         gate = z
         if ROWS > 1:
-            q0, q1, q2 = q1, q2, q3
             k0, k1, k2 = k1, k2, k3
             v0, v1, v2 = v1, v2, v3
             line += stride
             there = index + 1 < ROWS
-            q3 = tl.load(line + q_at, mask=in_k & there, other=0.0)
-            k3 = tl.load(line + k_at, mask=in_k & there, other=0.0)
+            k3 = tl.load(line + key_at, mask=in_k & there, other=0.0)
             v3 = tl.load(line + v_at, mask=in_v & there, other=0.0)
             z = tl.load(line + Z_AT + first + value, mask=in_v & there, other=0.0)
             b, a = _load_gates(line + GATES_AT + head, there, VALUE_HEADS)
-        qh, kh, along = unit_keys(qh, kh, K)
-        s, o = advance(s, qh, kh, vh, along, beta, forget, True)
+        q, k, along = unit_keys(kh, which, K)
+        s, o = advance(s, q, k, vh, along, beta, forget, True)
         if index == 0:
             tl.store(s_at, s, mask=in_s & (slot != 0))
         if SPLITS == 1:
@@ -345,6 +340,8 @@ _NORM_CASE = AotCase(
 AOT_CASES = [
     _case(1, False, 128),
     _case(4, True, 128),
+    _case(1, False, 128, num_warps=8),
+    _case(4, True, 128, num_warps=8),
     _case(1, False, 64),
     _case(4, True, 64),
     _case(1, False, 128, splits=2),

@@ -53,8 +53,14 @@ def _sum3(a0, a1, a2, b0, b1, b2):
 
 
 @triton.jit
-def unit_keys(q, k, K: tl.constexpr):
-    """(q / |q| / sqrt(K), k / |k|, their product), of [K]: one exchange among warps for the three sums."""
+def _sum2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def unit_keys(qk, which, K: tl.constexpr):
+    """(q / |q| / sqrt(K), k / |k|, their product), of qk [2, K]: an exchange among warps for each line."""
+    q, k = tl.reduce((tl.where(which == 0, qk, 0.0), tl.where(which == 1, qk, 0.0)), 0, _sum2)
     qq, kk, qk = tl.reduce((q * q, k * k, q * k), 0, _sum3)
     q_scale = tl.rsqrt(qq + 1e-6) * (K**-0.5)
     k_scale = tl.rsqrt(kk + 1e-6)
