@@ -26,6 +26,7 @@ from mstar.scripts.bench_arms import ArmCell, ArmPlan, arm_rows, arms_failed, me
 from mstar.scripts.harness_prompts import BUILT_IN
 from mstar.scripts.planted import planted_acceptance
 from mstar.scripts.serving_daemon import launched_daemon, running_daemon
+from mstar.scripts.serving_floor import add_floors, served_config
 from mstar.scripts.serving_load import (
     BenchError,
     DaemonLink,
@@ -151,6 +152,8 @@ def main(
         "results": arm_rows(results, cells) if arms else results.rows(),
         "comparison": results.comparison(OURS),
     }
+    if not arms:
+        add_floors(report["results"], results.loaded, served_config(str(report["model"]["name"])), OURS)
     output = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     if arms:
         print_arms(report, output)

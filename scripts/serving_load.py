@@ -143,6 +143,7 @@ class Run:
             "tok_s": sum(t.tokens for t in good) / self.wall_s,
             **_percentiles("ttft", [t.arrivals[0][0] - t.sent for t in good]),
             **_percentiles("itl", gaps),
+            "ms_per_token": 1e3 * statistics.fmean(gaps) if gaps else float("nan"),
             **_percentiles("e2e", [t.ended - t.sent for t in good]),
             "stalls": float(sum(gap > STALL_FACTOR * median_gap for gap in gaps)),
             "failures": float(len(self.traces) - len(good)),

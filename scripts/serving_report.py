@@ -19,6 +19,7 @@ from rich.table import Table
 from mstar.daemon.devices import usable_cores
 from mstar.scripts.planted import planted_note
 from mstar.scripts.serving_load import BenchError, Run, Workload
+from mstar.scripts.step_floor import BYTES_PER_S, LAUNCH_S
 
 PACKAGES = ("mstar", "torch", "transformers", "tokenizers", "pyzmq", "numpy")
 TIMES = ("ttft", "itl", "e2e")
@@ -133,6 +134,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         table.add_column(f"{name} p50/p95/p99 ms", justify="right")
     table.add_column("stalls", justify="right")
     table.add_column("failed", justify="right")
+    floors = any("floor_ms" in row for row in report["results"])
+    for column in ("ms/token", "floor ms", "x floor") if floors else ():
+        table.add_column(column, justify="right")
     for row in report["results"]:
         tok_s = row["tok_s"]
         table.add_row(
@@ -144,8 +148,14 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             *(" / ".join(_short(row[f"{name}_p{p}_ms"]["median"]) for p in (50, 95, 99)) for name in TIMES),
             f"{row['stalls']['median']:.0f}",
             f"{row['failures']['max']:.0f}",
+            *(_floor_cells(row) if floors else ()),
         )
     console.print(table)
+    if floors:
+        console.print(
+            "ms/token: mean gap between tokens; x floor: itl p50 over the floor of a plain step, which is weights, "
+            f"states and KV over {BYTES_PER_S / 1e12:g} TB/s and {LAUNCH_S * 1e6:g} us a launch (one H200)"
+        )
     for row in report["results"]:
         for error in row["errors"]:
             console.print(f"[red]{row['workload']} at {row['concurrency']}: {error}")
@@ -193,6 +203,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
     model = report["model"]
     figure.suptitle(f"{model['name']}, {model['dtype']}, tp {model['tp']}, {report['machine']['cpu']}")
     figure.savefig(path, dpi=120, format="png")
+
+
+def _floor_cells(row: dict[str, Any]) -> list[str]:
+    ms, floor, ratio = row["ms_per_token"]["median"], row.get("floor_ms"), row.get("floor_ratio")
+    return [
+        f"{ms:.3f}",
+        *("" if value is None else f"{value:{form}}" for value, form in ((floor, ".3f"), (ratio, ".2f"))),
+    ]
 
 
 def _short(value: float) -> str:

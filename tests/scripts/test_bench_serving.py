@@ -1,5 +1,6 @@
 """The serving benchmark: what its figures mean, on hand-made traces and a daemon of a few lines."""
 
+import io
 import json
 import math
 import threading
@@ -8,8 +9,12 @@ import msgpack
 import pytest
 import zmq
 from click.testing import CliRunner
+from rich.console import Console
 
+from mstar.loader.config import parse_config
 from mstar.scripts import bench_serving, serving_load
+from mstar.scripts.make_checkpoint import make_config
+from mstar.scripts.serving_floor import add_floors, served_config
 from mstar.scripts.serving_load import (
     BenchError,
     DaemonLink,
@@ -20,7 +25,8 @@ from mstar.scripts.serving_load import (
     make_prompts,
     parse_workload,
 )
-from mstar.scripts.serving_report import Results, plot, summarise
+from mstar.scripts.serving_report import Results, describe_machine, plot, print_report, summarise
+from mstar.scripts.step_floor import StepShape, step_floor_s
 from mstar.scripts.transformers_peer import Cell
 
 
@@ -198,6 +204,86 @@ def test_concurrencies_are_positive_numbers():
     for text in ("", "0", "1,x", "-2"):
         with pytest.raises(BenchError, match="concurrency"):
             bench_serving._parse_counts(text)
+
+
+GPU = {"model": "m", "device": "NVIDIA H200", "dtype": "bf16", "tp": 1, "fingerprint": "f" * 64}
+
+
+def served(workload, concurrency, gap_s, drafts=0):
+    """Rows of one point at which every token but the first came `gap_s` after the one before it."""
+    arrivals = [(1 + gap_s * i, 1) for i in range(workload.output_tokens)]
+    done = {"spec": {"steps": 1, "drafted": drafts, "accepted": 0}}
+    results = Results()
+    results.add(workload, concurrency, "mstar", 0, Run([Trace(0.0, arrivals, arrivals[-1][0], done=done)]))
+    return results.rows()
+
+
+def config_27b():
+    return parse_config(make_config("27B"), {}, {})
+
+
+@pytest.mark.parametrize(("prompt", "concurrency"), [(512, 1), (8192, 1), (8192, 64)])
+def test_rows_of_a_gpu_have_the_floor_of_their_step(prompt, concurrency):
+    rows = served(Workload("w", prompt, 256), concurrency, 0.02)
+    add_floors(rows, GPU, config_27b(), "mstar")
+    (row,) = rows
+    floor_ms = 1e3 * step_floor_s(config_27b(), StepShape(concurrency, prompt + 128, "bf16"))
+    assert row["floor_ms"] == pytest.approx(floor_ms)
+    assert row["ms_per_token"]["median"] == pytest.approx(20)
+    assert row["floor_ratio"] == pytest.approx(20 / floor_ms)
+
+
+def test_there_is_no_floor_for_cpus_peers_chats_and_drafts():
+    shape = Workload("w", 512, 256)
+    for rows, loaded, config, system in (
+        (served(shape, 1, 0.02), {**GPU, "device": "cpu (2 threads a rank)"}, config_27b(), "mstar"),
+        (served(shape, 1, 0.02), GPU, None, "mstar"),
+        (served(shape, 1, 0.02), GPU, config_27b(), "another"),
+    ):
+        add_floors(rows, loaded, config, system)
+        assert "floor_ms" not in rows[0]
+    chat = Workload("battery", 0, 256, chat=True)
+    for rows in (served(chat, 1, 0.02), served(shape, 1, 0.02, drafts=3)):
+        add_floors(rows, GPU, config_27b(), "mstar")
+        assert rows[0]["floor_ms"] is rows[0]["floor_ratio"] is None
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_table_has_the_floors_of_a_gpu_alone(gpu):
+    rows = [row for count in (1, 4) for row in served(Workload("512:256", 512, 256), count, 0.025)]
+    rows += served(Workload("battery", 0, 16, chat=True), 1, 0.025)
+    loaded = GPU if gpu else {**GPU, "device": "cpu (2 threads a rank)"}
+    add_floors(rows, loaded, config_27b(), "mstar")
+    report = {
+        "model": {"name": "m", **loaded},
+        **describe_machine([]),
+        "planted": 0.7,
+        "results": rows,
+        "comparison": [],
+    }
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(report, console)
+    text = console.export_text()
+    assert ("x floor" in text) is ("4.2 TB/s" in text) is gpu
+    assert "PLANTED" in text
+    if gpu:
+        floor_ms = 1e3 * step_floor_s(config_27b(), StepShape(1, 640, "bf16"))
+        assert f"{floor_ms:.3f}" in text and f"{25 / floor_ms:.2f}" in text and "25.000" in text
+
+
+def test_a_long_prompt_over_a_large_vocabulary_is_made_and_served(serve):
+    link, daemon = serve(whole_answer)
+    requests = serving_load.make_requests(parse_workload("8192:256"), 4, 248_320, 1)
+    run = serving_load.serve(link, requests, 4)
+    assert run.figures()["failures"] == 0
+    assert [len(message["prompt_ids"]) for message in daemon.seen] == [8192] * 4
+    assert max(max(message["prompt_ids"]) for message in daemon.seen) > 200_000
+
+
+def test_a_model_elsewhere_has_no_config_here(tmp_path):
+    assert served_config("builtin:tiny") is not None
+    assert served_config("Qwen/Qwen3.5-0.8B") is None, "nothing is fetched for a column"
+    assert served_config(str(tmp_path)) is None
 
 
 @pytest.mark.slow
