@@ -2,8 +2,8 @@
 
 Four launches. The row's maximum; a histogram of how far below it the scaled logits are; the logits that the
 histogram cannot rule out, gathered; and one program a row that finds the k-th of these, and where the mass
-ends, bit by bit. A row's usual candidates are some hundreds of its 248,320 logits; rows with more than fit are
-read as a whole instead, which takes longer and gives the same.
+ends: of few by comparing each with each, of many bit by bit. A row's usual candidates are some hundreds of its
+248,320 logits; rows with more than fit are read as a whole instead, which takes longer and gives the same.
 
 Counts and masses are integers (a mass is exp(scaled - best) in units of 2^-42), so no sum depends on its order,
 on the batch, or on how a row is split. Against the reference, whose masses are float64, an exp is wrong by 2^-23
@@ -34,6 +34,8 @@ from mstar.kernels.vocab.gpu.noise import log_f32
 _BLOCK = 1024
 # The last launch has one program a row: 16 warps with eight logits each hide more of a load's way than fewer.
 _SELECT_BLOCK = 4096
+# Up to so many candidates are compared each with each: 512 * 512 pairs cost less than the 32 passes of the others.
+_FEW = 512
 # Candidates that have room: 16,384 float32 are 64 KiB a row.
 CANDIDATES = 16384
 
@@ -85,7 +87,8 @@ def filter_thresholds(
     )
     _select[(rows,)](
         logits, *registers, maxima, total, found, kept, least, *shape, candidates,
-        SPLITS=wide["SPLITS"], BLOCK=min(_SELECT_BLOCK, triton.next_power_of_2(vocab)), num_warps=16, **options,
+        SPLITS=wide["SPLITS"], BLOCK=min(_SELECT_BLOCK, triton.next_power_of_2(vocab)), FEW=_FEW,
+        num_warps=16, **options,
     )  # fmt: skip
     return least
 
@@ -154,9 +157,37 @@ def _mass_from(source, heat, number, key, best, BLOCK: tl.constexpr, NATIVE: tl.
 
 
 @triton.jit
+def _among_few(source, number, k, p, total, best, FEW: tl.constexpr, NATIVE: tl.constexpr):
+    """The key of the threshold of at most FEW scaled logits, each compared with each in one pass."""
+    each = tl.arange(0, FEW)
+    x = tl.load(source + each, mask=each < number, other=float("-inf"))
+    keys = tl.where(each < number, _keys(x), 0)
+    above = tl.zeros((FEW,), tl.int32)  # how many are above each, and their mass
+    before = tl.zeros((FEW,), tl.int64)
+    start = number * 0
+    while start < number:
+        column = start + tl.arange(0, 32)
+        y = tl.load(source + column, mask=column < number, other=float("-inf"))
+        higher = tl.where(column < number, _keys(y), 0)[None, :] > keys[:, None]
+        above += tl.sum(higher.to(tl.int32), 1)
+        before += tl.sum(tl.where(higher, masses(y, best, NATIVE)[None, :], 0), 1)
+        start += 32
+    key = tl.full((), 0, tl.uint32)
+    whole = total
+    if k > 0:
+        key = tl.min(tl.where((keys > 0) & (above < k), keys, 0xFFFFFFFF), 0)
+        whole = tl.sum(tl.where(keys >= key, masses(x, best, NATIVE), 0), 0)
+    if p < 1.0:
+        target = p.to(tl.float64) * whole.to(tl.float64)
+        inside = (keys > 0) & (keys >= key) & (before.to(tl.float64) < target)
+        key = tl.min(tl.where(inside, keys, 0xFFFFFFFF), 0)
+    return key
+
+
+@triton.jit
 def _select(
     logits, slots, temperature, top_k, top_p, min_p, maxima, total, found, kept, least,
-    stride, columns, rows, splits, room, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    stride, columns, rows, splits, room, SPLITS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ROWS_PER_SEQ: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Top-k, then top-p over what it left, then min-p: a row's threshold from its candidates."""
@@ -173,23 +204,27 @@ def _select(
     if ((k > 0) | (p < 1.0) | (floor > 0.0)) & (heat >= LEAST_TEMPERATURE):
         best = row_best(maxima, row, rows, splits, heat, SPLITS)
         if (k > 0) | (p < 1.0):
-            source = kept + row.to(tl.int64) * room
             number = tl.load(found + row)
-            divisor = heat * 0.0 + 1.0  # candidates are scaled already
-            if number > room:
-                source = logits + row.to(tl.int64) * stride
-                number = columns + number * 0
-                divisor = heat
-            key = tl.full((), 0, tl.uint32)
-            if k > 0:
-                key = _largest(source, divisor, number, k.to(tl.float64), best, False, BLOCK, NATIVE)
-            if p < 1.0:
+            whole = tl.zeros((), tl.int64)
+            if k <= 0:
+                whole = tl.load(total + row)
+            if (number <= room) & (number <= FEW):
+                key = _among_few(kept + row.to(tl.int64) * room, number, k, p, whole, best, FEW, NATIVE)
+            else:
+                source = kept + row.to(tl.int64) * room
+                divisor = heat * 0.0 + 1.0  # candidates are scaled already
+                if number > room:
+                    source = logits + row.to(tl.int64) * stride
+                    number = columns + number * 0
+                    divisor = heat
+                key = tl.full((), 0, tl.uint32)
                 if k > 0:
-                    whole = _mass_from(source, divisor, number, key, best, BLOCK, NATIVE)
-                else:
-                    whole = tl.load(total + row)
-                target = p.to(tl.float64) * whole.to(tl.float64)
-                key = _largest(source, divisor, number, target, best, True, BLOCK, NATIVE)
+                    key = _largest(source, divisor, number, k.to(tl.float64), best, False, BLOCK, NATIVE)
+                if p < 1.0:
+                    if k > 0:
+                        whole = _mass_from(source, divisor, number, key, best, BLOCK, NATIVE)
+                    target = p.to(tl.float64) * whole.to(tl.float64)
+                    key = _largest(source, divisor, number, target, best, True, BLOCK, NATIVE)
             # with top_p at 0 any key has mass enough: the best is always in
             bound = tl.minimum(_value(tl.minimum(key, _keys(best))), best)
         if floor > 0.0:
@@ -197,4 +232,4 @@ def _select(
     tl.store(least + row, bound)
 
 
-AOT_CASES = [aot_case(_select, {"BLOCK": _SELECT_BLOCK}, num_warps=16)]
+AOT_CASES = [aot_case(_select, {"BLOCK": _SELECT_BLOCK, "FEW": _FEW}, num_warps=16)]
