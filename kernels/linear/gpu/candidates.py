@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import log2
 
+import torch
+
 from mstar.kernels.linear.gpu import dot, fma
 from mstar.kernels.registry import GemmKey, KernelChoice
 
@@ -11,7 +13,7 @@ CUBLAS = KernelChoice("cublas")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # One H200: streaming multiprocessors, and what a program may have there. Another GPU's table says what it likes.
 PROCESSORS = 132
-SHARED_BYTES = 220 << 10
+SHARED_BYTES = (60 if torch.version.hip else 220) << 10  # AMD's units have 64 KiB
 THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of registers that it may have
 # Warps that a processor should be given to do: by the bytes in flight that hide the memory's latency.
 WARPS = {"fma": 24, "dot": 8}

@@ -154,7 +154,7 @@ def _case(absent: tuple[str, ...], out: str = "*bf16", **constants: object) -> A
 
 AOT_CASES = [
     _case(("residual", "scratch", "counters")),
-    _case(("residual", "scratch", "counters"), GATED=True, BLOCK_N=64, ROWS=64, PREFETCH=0, BLOCK_K=64),
+    _case(("residual", "scratch", "counters"), GATED=True, ROWS=32, PREFETCH=0, BLOCK_K=64),
     _case(("norm",), SPLIT_K=4),
     _case(("norm", "residual", "scratch", "counters"), "*fp32", BLOCK_N=64),
 ]
