@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from mstar.kernels.attention import AttentionWeights
 from mstar.kernels.attention.gpu.run import attention_gpu
@@ -22,6 +24,8 @@ from mstar.kernels.vocab.gpu.draw import partial_draws
 from mstar.kernels.vocab.gpu.finish import finish_step
 from mstar.kernels.vocab.gpu.thresholds import filter_thresholds
 
+log = logging.getLogger(__name__)
+
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CUBLAS = KernelChoice("cublas")
 
@@ -37,6 +41,7 @@ class TritonOps(Ops):
     def __init__(self, device: torch.device, table: Table | None = None) -> None:
         """table: of kernel choices, in place of the device's own."""
         self.table = table_for(device) if table is None else table
+        self._refused: set[GemmKey] = set()  # whose choice does not fit this GPU
 
     @staticmethod
     def unavailable(device: torch.device, block_size: int, dims: Iterable[int]) -> str | None:
@@ -61,14 +66,12 @@ class TritonOps(Ops):
         kind = (
             "f32" if out_f32 else "residual" if residual is not None else "plain" if norm is None else "norm"
         )
-        choice = self._choose(kind, x, weight.outputs, weight.inputs)
-        return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
+        return self._run(kind, x, weight, weight.outputs, norm, eps, residual)
 
     def gated_linear(
         self, x: torch.Tensor, weight: Packed, *, norm: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        choice = self._choose("gated", x, weight.outputs // 2, weight.inputs)
-        return run_linear(choice, x, weight.data, kind="gated", norm=norm, eps=eps)
+        return self._run("gated", x, weight, weight.outputs // 2, norm, eps, None)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm_rows(x, weight, eps)
@@ -161,8 +164,22 @@ class TritonOps(Ops):
             pending=registers.pending,
         )
 
-    def _choose(self, kind: str, x: torch.Tensor, n: int, k: int) -> KernelChoice:
+    def _run(
+        self,
+        kind: str,
+        x: torch.Tensor,
+        weight: Packed,
+        outputs: int,
+        norm: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
         rows = row_bucket(x.shape[0])
-        if rows is None:
-            return _CUBLAS
-        return self.table.choose(GemmKey(kind, rows, n, k, _DTYPES[x.dtype]))
+        key = GemmKey(kind, rows or 0, outputs, weight.inputs, _DTYPES[x.dtype])
+        choice = _CUBLAS if rows is None or key in self._refused else self.table.choose(key)
+        try:
+            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
+        except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
+            log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
+            self._refused.add(key)
+            return run_linear(_CUBLAS, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)

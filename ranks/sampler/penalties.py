@@ -48,9 +48,9 @@ class Penalties:
             self._counts = self._counts.new_zeros(self._shape)
             self._prompt = self._prompt.new_zeros(self._shape)
         self.members.add(slot)
-        self._repetition[slot] = params.repetition_penalty
-        self._presence[slot] = params.presence_penalty
-        self._frequency[slot] = params.frequency_penalty
+        self._repetition[slot].fill_(params.repetition_penalty)
+        self._presence[slot].fill_(params.presence_penalty)
+        self._frequency[slot].fill_(params.frequency_penalty)
         device = self._counts.device
         output = torch.tensor(list(output_ids), dtype=torch.int64, device=device)
         self._counts[slot] = torch.bincount(output, minlength=self.vocab_size)

@@ -79,18 +79,18 @@ class Registers:
         if draw is not Draw.GREEDY:
             self.sampled.add(slot)
             self.narrow_k[slot] = params.top_k
-            self.temperature[slot] = params.temperature
-            self.top_k[slot] = params.top_k if params.top_k < self.vocab_size else 0
-            self.top_p[slot] = params.top_p
-            self.min_p[slot] = params.min_p
-            self.seed[slot] = _signed(params.seed)
+            self.temperature[slot].fill_(params.temperature)
+            self.top_k[slot].fill_(params.top_k if params.top_k < self.vocab_size else 0)
+            self.top_p[slot].fill_(params.top_p)
+            self.min_p[slot].fill_(params.min_p)
+            self.seed[slot].fill_(_signed(params.seed))
         stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
         self._set_stops(slot, stops)
         self.stops[slot] = frozenset(stops)
-        self.left[slot] = params.max_tokens - len(output_ids)
+        self.left[slot].fill_(params.max_tokens - len(output_ids))
         if params.min_tokens > 0 and stops:
             self.held_back.add(slot)
-            self.held_above[slot] = params.max_tokens - params.min_tokens
+            self.held_above[slot].fill_(params.max_tokens - params.min_tokens)
         if params.max_think_tokens is not None and params.think_end_id is not None:
             self._admit_think(slot, params, output_ids, params.max_think_tokens, params.think_end_id)
 
@@ -103,10 +103,10 @@ class Registers:
         self.draw[slot] = Draw.GREEDY
         for members in (self.sampled, self.held_back, self.capped):
             members.discard(slot)
-        self.temperature[slot] = 0.0
-        self.stop_ids[slot] = -1
+        self.temperature[slot].fill_(0.0)
+        self.stop_ids[slot].fill_(-1)
         self.stops[slot] = frozenset()
-        self.left[slot] = _NO_LIMIT
+        self.left[slot].fill_(_NO_LIMIT)
 
     def advance(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Counts one token a row and says which rows it ends.
@@ -195,11 +195,11 @@ class Registers:
             count += inside and not marks
             inside = (inside or token == params.think_start_id) and token != end_id
         self.capped.add(slot)
-        self.in_think[slot] = inside
-        self.think_count[slot] = count
-        self.think_cap[slot] = cap
-        self.think_start[slot] = -1 if params.think_start_id is None else params.think_start_id
-        self.think_end[slot] = end_id
+        self.in_think[slot].fill_(inside)
+        self.think_count[slot].fill_(count)
+        self.think_cap[slot].fill_(cap)
+        self.think_start[slot].fill_(-1 if params.think_start_id is None else params.think_start_id)
+        self.think_end[slot].fill_(end_id)
 
 
 def _signed(seed: int) -> int:

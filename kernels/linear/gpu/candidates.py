@@ -24,7 +24,7 @@ FMA_TILES = (
     (4, 4, 2), (8, 1, 2), (2, 8, 1), (4, 8, 1), (16, 4, 1), (16, 2, 1), (2, 1, 4), (4, 1, 1), (1, 4, 2),
 )  # fmt: skip
 DOT_TILES = ((16, 1), (32, 2), (64, 4), (128, 4), (128, 8), (16, 2), (32, 4))  # outputs a program, warps
-DOT_DEPTHS = ((128, 4), (256, 3), (64, 5))  # bytes of k / 2 a tile, tiles in flight
+DOT_DEPTHS = ((128, 4), (256, 3), (64, 5))  # values of k a tile, tiles in flight
 
 
 def default(key: GemmKey) -> KernelChoice:
@@ -104,9 +104,9 @@ def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
         sums = 4 * outputs * rows * sides // (32 * warps)  # bytes of a thread
         if sums > THREAD_BYTES // 2:
             continue
-        for depth, stages in DOT_DEPTHS:
-            block_k = 2 * depth // item
-            if stages * (outputs * sides + rows) * block_k * item > SHARED_BYTES:
+        for block_k, stages in DOT_DEPTHS:
+            # the tile that is prefetched is beside the pipeline's
+            if (stages + 1) * (outputs * sides + rows) * block_k * item > SHARED_BYTES:
                 continue
             for split in (1,) if key.kind in ("norm", "gated") else (1, 2, 4, 8):
                 if split > 1 and split * sums > THREAD_BYTES:  # the last to arrive reads all parts at once
