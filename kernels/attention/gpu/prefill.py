@@ -124,8 +124,7 @@ def _case(dim: int, group: int, choice: PrefillChoice) -> AotCase:
         "BLOCK_M": choice.block_m, "BLOCK_N": choice.block_n, "WIDE": False,
     }  # fmt: skip
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
-    options = {"num_warps": choice.num_warps, "num_stages": choice.num_stages}
-    return AotCase(_attend_prefill, signature, constants, pdl=True, **options)
+    return AotCase(_attend_prefill, signature, constants, choice.num_warps, choice.num_stages, pdl=True)
 
 
 AOT_CASES = [_case(dim, group, PrefillChoice()) for dim, group in ((256, 4), (256, 6), (64, 4))]
