@@ -108,6 +108,10 @@ def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
             # the tile that is prefetched is beside the pipeline's
             if (stages + 1) * (outputs * sides + rows) * block_k * item > SHARED_BYTES:
                 continue
+            if (
+                rows * block_k * item > 32 * warps * 256
+            ):  # a thread's part of x: one warp spilled 64 rows by 128
+                continue
             for split in (1,) if key.kind in ("norm", "gated") else (1, 2, 4, 8):
                 if split > 1 and split * sums > THREAD_BYTES:  # the last to arrive reads all parts at once
                     continue
