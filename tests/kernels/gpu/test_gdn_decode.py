@@ -60,6 +60,8 @@ def test_plain_decode_is_that_of_the_reference_and_of_float64(device, dims, dtyp
         want = exact.row(proj)
         assert out.dtype == dtype and torch.isfinite(out).all()
         assert relative(out, reference) < to_reference
+        if dtype == torch.float16:  # rounded at the same places: all but a few are the same numbers
+            assert (out == reference).float().mean() > 0.9
         assert (
             relative(out[:2], want[:2]) < to_exact
         )  # float64 has the padding go on, the kernel starts it anew
@@ -151,8 +153,8 @@ def test_gates_at_their_ends(device):
     generator = torch.Generator().manual_seed(21)
     w = make_weights(1, 2, 16, 16, generator, device)
     state, taps = beginnings(w, [6], generator, device, torch.float32)
-    w = replace(w, decay=torch.tensor([-0.01, -16.0], device=device), dt_bias=torch.zeros(2, device=device))
-    for a in ([30.0, 20.5], [-12.0, -18.0], [-90.0, 95.0]):
+    w = replace(w, decay=torch.tensor([-0.01, -4000.0], device=device), dt_bias=torch.zeros(2, device=device))
+    for a in ([30.0, -12.0], [95.0, -18.0], [-90.0, 20.5]):
         caches = Caches(w, 2, ring_rows(0), torch.float32, device, drafts=False)
         caches.start(1, 6, state[0], taps[0])
         exact = Float64(w, state, taps)
