@@ -12,18 +12,18 @@ from mstar.kernels.gdn.gpu.split import to_model
 @triton.jit
 def conv_silu(
     proj, proj_stride, weight, ring, ring_stride, table, cu_rows, starts, slots, fresh, u, scales, total,
+    key_heads, value_heads, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_R: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """One head's channels of BLOCK_R rows of a chunk: Q heads, then K heads, then V heads.
 
     The inputs before the sequence's first row come from the ring, which nothing writes before this kernel ended.
-    u: [rows, channels], model dtype. scales: [2 * KEY_HEADS, total] float32, what a row of Q or K is multiplied
+    u: [rows, channels], model dtype. scales: [2 * key_heads, total] float32, what a row of Q or K is multiplied
     by to be l2-normalised (and, Q, scaled): kept beside u, because u is exact in the model dtype and u * scale
     is not.
     """
     DIM: tl.constexpr = max(KEY_DIM, VALUE_DIM)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    channels = 2 * key_heads * KEY_DIM + value_heads * VALUE_DIM
     head = tl.program_id(0)
     block = tl.program_id(1)
     chunk = block // (CHUNK // BLOCK_R)
@@ -32,8 +32,8 @@ def conv_silu(
     first = tl.load(cu_rows + seq).to(tl.int32)
     end = tl.load(cu_rows + seq + 1).to(tl.int32)
     if row0 < end:
-        is_key = head < 2 * KEY_HEADS
-        begin = tl.where(is_key, head * KEY_DIM, 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM)
+        is_key = head < 2 * key_heads
+        begin = tl.where(is_key, head * KEY_DIM, 2 * key_heads * KEY_DIM + (head - 2 * key_heads) * VALUE_DIM)
         column = tl.arange(0, DIM)
         channel = (begin + column)[None, :]
         wanted = (column < tl.where(is_key, KEY_DIM, VALUE_DIM))[None, :]
@@ -48,48 +48,46 @@ def conv_silu(
                 position = tl.load(starts + seq) + source - first
                 before = inside & (source < first) & (position >= 0) & (tl.load(fresh + seq) == 0)
                 slot = tl.load(slots + seq).to(tl.int64)
-                at = ring + slot * ring_stride + (position & (RING - 1)) * CHANNELS + channel
+                at = ring + slot * ring_stride + (position & (RING - 1)) * channels + channel
                 x += tl.load(at, mask=before, other=0.0).to(tl.float32)
-            w = tl.load(weight + tap * CHANNELS + channel, mask=wanted, other=0.0)
+            w = tl.load(weight + tap * channels + channel, mask=wanted, other=0.0)
             acc += x * w
         summed = to_model(acc, u.dtype.element_ty).to(tl.float32)
         y = to_model(summed / (1.0 + tl.exp(-summed)), u.dtype.element_ty)
-        tl.store(u + row.to(tl.int64) * CHANNELS + channel, y, mask=inside)
+        tl.store(u + row.to(tl.int64) * channels + channel, y, mask=inside)
         if is_key:
             f = y.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(f * f, 1) + 1e-6) * tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+            scale = tl.rsqrt(tl.sum(f * f, 1) + 1e-6) * tl.where(head < key_heads, KEY_DIM**-0.5, 1.0)
             rows = row0 + tl.arange(0, BLOCK_R)
             tl.store(scales + head * total + rows, scale, mask=rows < end)
 
 
 @triton.jit
 def keep_inputs(
-    proj, proj_stride, ring, ring_stride, slot, start, first, end, share,
-    SHARES: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    proj, proj_stride, ring, ring_stride, slot, start, first, end, share, shares, channels,
+    RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies one of SHARES parts of the channels of a sequence's last RING rows to the ring, by position.
+    """Copies one of `shares` parts of the channels of a sequence's last RING rows to the ring, by position.
 
     Only in a launch after `conv_silu`, which reads what is overwritten here.
     """
     row = (end - RING + tl.arange(0, RING))[:, None]
-    position = start + row - first
-    column = share * BLOCK + tl.arange(0, BLOCK)[None, :]
-    kept = (row >= first) & (column < CHANNELS)
-    x = tl.load(proj + row.to(tl.int64) * proj_stride + column, mask=kept)
-    tl.store(ring + slot * ring_stride + (position & (RING - 1)) * CHANNELS + column, x, mask=kept)
+    place = (start + row - first) & (RING - 1)
+    for begin in tl.range(share * BLOCK, channels, shares * BLOCK):
+        column = begin + tl.arange(0, BLOCK)[None, :]
+        kept = (row >= first) & (column < channels)
+        x = tl.load(proj + row.to(tl.int64) * proj_stride + column, mask=kept)
+        tl.store(ring + slot * ring_stride + place * channels + column, x, mask=kept)
 
 
-def _case(dtype: str, dim: int, ring: int, groups: int) -> AotCase:
+def _case(dtype: str, dim: int, ring: int) -> AotCase:
     signature = {
         "proj": f"*{dtype}", "proj_stride": "i64", "weight": "*fp32", "ring": f"*{dtype}", "ring_stride": "i64",
         "table": "*i32", "cu_rows": "*i64", "starts": "*i64", "slots": "*i32", "fresh": "*u8",
-        "u": f"*{dtype}", "scales": "*fp32", "total": "i32",
+        "u": f"*{dtype}", "scales": "*fp32", "total": "i32", "key_heads": "i32", "value_heads": "i32",
     }  # fmt: skip
-    constants = {
-        "CHUNK": 64, "BLOCK_R": 16, "RING": ring, "WIDTH": 4,
-        "KEY_HEADS": 16, "VALUE_HEADS": 16 * groups, "KEY_DIM": dim, "VALUE_DIM": dim,
-    }  # fmt: skip
+    constants = {"KEY_DIM": dim, "VALUE_DIM": dim, "CHUNK": 64, "BLOCK_R": 16, "RING": ring, "WIDTH": 4}
     return AotCase(conv_silu, signature | dict.fromkeys(constants, "constexpr"), constants)
 
 
-AOT_CASES = [_case("bf16", 128, 4, 1), _case("bf16", 64, 16, 3), _case("fp32", 128, 4, 3)]
+AOT_CASES = [_case("bf16", 128, 4), _case("bf16", 64, 16), _case("fp32", 128, 4)]

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from mstar.kernels.gdn.gpu.chunk import solve_chunks, walk_chunks
 from mstar.kernels.gdn.gpu.conv import conv_silu
@@ -32,6 +30,7 @@ from mstar.kernels.rows import Rows
 
 CHUNK = 64
 CONV_ROWS = 16  # rows of a program of the conv
+FLOAT_WARPS = 8  # of float32 products: 4 spill kilobytes at head dims of 128, 8 little
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class Tuning:
     """What may be changed without changing the meaning. Not measured yet; `measure_prefill` tries others."""
 
     block_v: int = 0  # columns of the state a program walks with; 0: by the programs that a GPU wants
-    solve_parts: int = 2  # bf16 parts of the triangular system: 2 (16 bits, three products) or 3 (24, six)
-    out_parts: int = 2  # bf16 parts of the states and deltas that o is computed from: 1 (8 bits) or 2 (16)
+    out_parts: int = 2  # bf16 parts of the states and deltas that o is computed from; 1 adds 10% to o's error
     solve_warps: int = 4
     walk_warps: int = 4
     walk_stages: int = 2
@@ -110,8 +108,11 @@ class Prefill:
         assert ring >= width - 1 and ring & (ring - 1) == 0, f"a ring of {ring} inputs"
         assert channels == conv.shape[2] == weights.channels and proj.shape[1] == weights.proj_width
         self.proj, self.weights, self.state, self.conv, self.rows = proj, weights, state, conv, rows
-        self.tuning = tuning
         self.split = proj.dtype == torch.bfloat16
+        warps = FLOAT_WARPS
+        self.tuning = (
+            tuning if self.split else replace(tuning, solve_warps=warps, walk_warps=warps, out_warps=warps)
+        )
         self.parts = tuning.out_parts if self.split else 1
         self.chunks = chunks_of(rows.host_cu_rows, proj.device, _stream(proj.device))
         total = proj.shape[0]
@@ -128,8 +129,8 @@ class Prefill:
         self.out = new(total, heads * value_dim, dtype=proj.dtype)
         self.block_v = tuning.block_v or walk_columns(rows.sequences * heads, value_dim, device)
         self.shape = {
-            "CHUNK": CHUNK, "KEY_HEADS": weights.key_heads, "VALUE_HEADS": heads,
-            "KEY_DIM": key_dim, "VALUE_DIM": value_dim,
+            "key_heads": weights.key_heads, "value_heads": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim,
+            "CHUNK": CHUNK,
         }  # fmt: skip
 
     def stages(self):
@@ -150,20 +151,18 @@ class Prefill:
         solve_chunks[(w.value_heads, self.chunks.count)](
             self.proj, self.proj.stride(0), w.decay, w.dt_bias, self.u, self.scales, self.chunks.table,
             self.rows.cu_rows, self.totals, self.new_k, self.new_v, self.proj.shape[0],
-            **self.shape, SPLIT=self.split, PARTS=self.tuning.solve_parts, num_warps=self.tuning.solve_warps,
+            **self.shape, SPLIT=self.split, num_warps=self.tuning.solve_warps,
         )  # fmt: skip
 
     def walk(self) -> None:
         w, rows = self.weights, self.rows
         splits = w.value_dim // self.block_v
-        share = triton.next_power_of_2(math.ceil(w.channels / (splits * w.value_heads)))
         walk_chunks[(splits, w.value_heads, rows.sequences)](
             self.proj, self.proj.stride(0), self.conv, self.conv.stride(0), self.state, self.state.stride(0),
             self.u, self.scales, self.totals, self.new_k, self.new_v, self.chunks.borders, rows.cu_rows,
             rows.starts, rows.slots, rows.fresh, self.states, self.deltas, self.proj.shape[0],
             **self.shape, BLOCK_V=self.block_v, SPLIT=self.split, OUT_PARTS=self.parts,
-            RING=self.conv.shape[1], SHARE=share, STAGES=self.tuning.walk_stages,
-            num_warps=self.tuning.walk_warps,
+            RING=self.conv.shape[1], STAGES=self.tuning.walk_stages, num_warps=self.tuning.walk_warps,
         )  # fmt: skip
 
     def output(self) -> None:
@@ -171,7 +170,7 @@ class Prefill:
         outputs[(w.value_heads, self.chunks.count)](
             self.proj, self.proj.stride(0), w.norm, w.eps, self.u, self.scales, self.totals, self.states,
             self.deltas, self.chunks.table, self.rows.cu_rows, self.out, self.proj.shape[0],
-            **self.shape, BLOCK_K=min(w.key_dim, 64 if self.split else 32), SPLIT=self.split,
+            **self.shape, BLOCK_K=min(w.key_dim, 64 if self.split else 16), SPLIT=self.split,
             OUT_PARTS=self.parts, STAGES=self.tuning.out_stages, num_warps=self.tuning.out_warps,
         )  # fmt: skip
 
@@ -191,7 +190,7 @@ def walk_columns(heads: int, value_dim: int, device: torch.device) -> int:
     the multiprocessors are full, and then what they load again for each part of the columns.
     """
     wanted = _multiprocessors(device)
-    columns = min(value_dim, 64)
+    columns = min(value_dim, 32)  # 64 spill
     while columns > 16 and heads * (value_dim // columns) < 0.9 * wanted:
         columns //= 2
     return columns

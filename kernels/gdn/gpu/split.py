@@ -86,19 +86,11 @@ def mma_right(a, b, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def mma_both(a, b, acc, SPLIT: tl.constexpr, PARTS: tl.constexpr):
-    """acc + a b, both float32; PARTS 2: three products, 16 bits of each; 3: six products, all 24 bits."""
+def mma_both(a, b, acc, SPLIT: tl.constexpr):
+    """acc + a b, both float32; split, without the product of the two low parts, 2^-17 of a b and less."""
     a0 = high(a, SPLIT)
     b0 = high(b, SPLIT)
     if SPLIT:
-        a_rest = rest(a, a0)
-        b_rest = rest(b, b0)
-        a1 = to_bf16(a_rest)
-        b1 = to_bf16(b_rest)
-        if PARTS == 3:  # the small terms first
-            acc = mma(a1, b1, acc)
-            acc = mma(to_bf16(rest(a_rest, a1)), b0, acc)
-            acc = mma(a0, to_bf16(rest(b_rest, b1)), acc)
-        acc = mma(a1, b0, acc)
-        acc = mma(a0, b1, acc)
+        acc = mma(to_bf16(rest(a, a0)), b0, acc)
+        acc = mma(a0, to_bf16(rest(b, b0)), acc)
     return mma(a0, b0, acc)

@@ -103,37 +103,41 @@ def check(
     assert state[others].isnan().all() and ring[others].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, dims", [((2, 2), (16, 32)), ((1, 2), (32, 16)), ((1, 3), (16, 16))])
+@pytest.mark.parametrize(
+    "heads, dims, dtype",
+    [
+        ((1, 2), (16, 32), torch.bfloat16),
+        ((1, 3), (32, 16), torch.float32),
+        ((2, 2), (16, 16), torch.float32),
+    ],
+)
 def test_chunks_of_several_sequences_match_float64_and_the_reference(device, heads, dims, dtype):
     check([1, 65, 2, 63], [0, 64, 7, 1], [3, 1, 6, 4], heads, dims, dtype, device)
 
 
-@pytest.mark.parametrize("counts", [[64], [130], [3]])
-def test_one_sequence_of_whole_and_partial_chunks(device, counts):
-    check(counts, [0], [5], (1, 2), (16, 16), torch.bfloat16, device)
+@pytest.mark.parametrize("count", [64, 130])
+def test_one_sequence_of_whole_and_partial_chunks(device, count):
+    check([count], [0], [5], (1, 1), (16, 16), torch.bfloat16, device)
 
 
 def test_float16(device):
     check([66, 4], [0, 2], [2, 7], (1, 1), (16, 16), torch.float16, device)
 
 
-def test_three_parts_and_one(device):
-    """The choices of precision that are left to a measurement: all right, the last one less exact."""
-    rows = [70], [3], [2], (1, 1), (16, 16), torch.bfloat16, device
-    check(*rows, tuning=Tuning(solve_parts=3))
-    check(*rows, tuning=Tuning(out_parts=1), near=6e-3)
+def test_outputs_from_one_bf16_part_of_the_states(device):
+    """Half the traffic, left to a measurement: right, and less exact."""
+    check([40], [3], [2], (1, 1), (16, 16), torch.bfloat16, device, tuning=Tuning(out_parts=1), near=6e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_in_parts_cut_at_a_chunk_has_the_bits_of_the_whole(device, dtype):
     torch.manual_seed(0)
-    w = on(make_weights(1, 2, 16, 16), device)
-    proj, state, ring, rows = setup(w, [150], [0], [3], dtype, device, 1)
+    w = on(make_weights(1, 1, 16, 16), device)
+    proj, state, ring, rows = setup(w, [70], [0], [3], dtype, device, 1)
     parts_state, parts_ring = state.clone(), ring.clone()
     out = run(proj, w, state, ring, rows)
     first = run(proj[:64], w, parts_state, parts_ring, prefill_rows([64], [0], [3], device))
-    second = run(proj[64:], w, parts_state, parts_ring, prefill_rows([86], [64], [3], device))
+    second = run(proj[64:], w, parts_state, parts_ring, prefill_rows([6], [64], [3], device))
     assert torch.equal(torch.cat([first, second]), out)
     assert torch.equal(parts_state[3], state[3]) and torch.equal(parts_ring[3], ring[3])
 
@@ -158,7 +162,7 @@ def test_extreme_gates_stay_finite_and_exact(device, kind, dtype):
 
     # the reference adds log decays in float32: among strong ones it loses the weak, by 1e-5
     near = 5e-5 if kind == "mixed" and dtype == torch.float32 else None
-    check([100], [0], [2], (1, 2), (16, 16), dtype, device, near=near, edit=edit)
+    check([66], [0], [2], (1, 1), (16, 16), dtype, device, near=near, edit=edit)
 
 
 def test_rows_need_not_lie_side_by_side(device):
