@@ -85,8 +85,10 @@ class TritonOps(Ops):
         window: torch.Tensor,
         rows: Rows,
     ) -> torch.Tensor:
-        run = gdn_decode_gpu if rows.rows_per_seq else gdn_prefill_gpu
-        return run(proj, weights, state, conv, window, rows)
+        if rows.rows_per_seq == 0:
+            return gdn_prefill_gpu(proj, weights, state, conv, window, rows)
+        # The projection lets this start once it has waited for all before it, so what earlier steps left is there.
+        return gdn_decode_gpu(proj, weights, state, conv, window, rows, early=True)
 
     def attention(
         self,

@@ -37,8 +37,6 @@ def _dot(
     multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
     UPCAST: products of float32 copies, for the interpreter, which has no bf16.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
@@ -56,6 +54,8 @@ def _dot(
         u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+        # Only now: what starts behind this may then read what everything before this has left.
+        tl.extra.cuda.gdc_launch_dependents()
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else acc
     if PREFETCH:
         b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)

@@ -25,8 +25,6 @@ def _fma(
 
     ROWS: rows, or more, up to 8. VECTOR: values of 16 bytes. UNROLL: tiles of k are written out, not a loop.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
     w_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * K
@@ -37,6 +35,8 @@ def _fma(
     g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
+        # Only now: what starts behind this may then read what everything before this has left.
+        tl.extra.cuda.gdc_launch_dependents()
     lines = tl.arange(0, ROWS)
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else w
     acc = _zeros(ROWS, BLOCK_N, BLOCK_K // VECTOR)
