@@ -15,13 +15,21 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
-from mstar.kernels.gdn.gpu.recurrence import advance, conv_silu, gated_norm, gates, load_taps, unit_keys
+from mstar.kernels.gdn.gpu.recurrence import (
+    advance,
+    conv_silu,
+    gated_norm,
+    gates,
+    inputs_before,
+    load_gates,
+    load_taps,
+    unit_keys,
+)
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.launch import launch_options
 from mstar.kernels.rows import Rows
 
 MAX_WIDTH = 4  # taps of the conv that a program carries
-SINK = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +80,10 @@ def gdn_decode_gpu(
     window: [slots, ring, 2 * value_heads], model dtype, b|a of a position likewise; no rows: a load without drafts.
     rows.pending: the positions right before `starts` that the state is behind by; None: none anywhere. Only
         sequences, rows_per_seq, starts, slots, fresh and pending are read: a decode part is uniform.
-    shape: instead of `_launch_shape`'s. early: what earlier steps left (metadata, S, rings) is read, and replayed,
-        before the wait for the launch this one depends on; right only where no kernel that may still run then has
-        written those: all kernels since the one that made `rows`, but one, waited for the whole launch before them.
+    shape: instead of `_launch_shape`'s.
+    early: reads rows, S and the rings, and replays, before the wait for the launch before this one, behind whose end
+        it so hides. Right only where whatever wrote those has ended by then: S and rings an earlier graph, rows
+        that too, or a kernel with a launch between that was not made dependent (which waits for all before it).
     Returns [rows, value_heads * value_dim] in the model dtype.
 
     Slots are distinct but for the sink, whose sequences are fresh; its S is not written, its rings are.
@@ -204,8 +213,8 @@ def _gdn_decode(
     back = start * 0
     if PENDING:
         back = tl.where(kept, tl.load(pending + sequence), 0).to(tl.int64)
-    k0, k1, k2 = _before(ring, start - back, key_at, in_k, kept, RING, CHANNELS)
-    v0, v1, v2 = _before(ring, start - back, v_at, in_v, kept, RING, CHANNELS)
+    k0, k1, k2 = inputs_before(ring, start - back, key_at, in_k, kept, RING, CHANNELS)
+    v0, v1, v2 = inputs_before(ring, start - back, v_at, in_v, kept, RING, CHANNELS)
 
     # inputs are loaded one row ahead: a row's work hides the latency of the next one's
     if PENDING:
@@ -213,7 +222,7 @@ def _gdn_decode(
         there = back > 0
         k3 = tl.load(ring + place * CHANNELS + key_at, mask=in_k & there, other=0.0)
         v3 = tl.load(ring + place * CHANNELS + v_at, mask=in_v & there, other=0.0)
-        b, a = _load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
+        b, a = load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
         for index in range(back.to(tl.int32)):
             beta, forget = gates(b, a, head_decay, head_bias)
             kh = conv_silu(k0, k1, k2, k3, wk, DTYPE)
@@ -224,7 +233,7 @@ def _gdn_decode(
             there = index + 1 < back
             k3 = tl.load(ring + place * CHANNELS + key_at, mask=in_k & there, other=0.0)
             v3 = tl.load(ring + place * CHANNELS + v_at, mask=in_v & there, other=0.0)
-            b, a = _load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
+            b, a = load_gates(gate_ring + place * (2 * VALUE_HEADS) + head, there, VALUE_HEADS)
             q, k, _ = unit_keys(kh, which, K)
             s, _ = advance(s, q, k, vh, 0.0, beta, forget, False)
 
@@ -235,7 +244,7 @@ def _gdn_decode(
     k3 = tl.load(line + key_at, mask=in_k, other=0.0)
     v3 = tl.load(line + v_at, mask=in_v, other=0.0)
     z = tl.load(line + Z_AT + first + value, mask=in_v, other=0.0)
-    b, a = _load_gates(line + GATES_AT + head, True, VALUE_HEADS)
+    b, a = load_gates(line + GATES_AT + head, True, VALUE_HEADS)
     for index in range(ROWS):
         place = (start + index) & (RING - 1)
         if WINDOW:
@@ -255,7 +264,7 @@ def _gdn_decode(
             k3 = tl.load(line + key_at, mask=in_k & there, other=0.0)
             v3 = tl.load(line + v_at, mask=in_v & there, other=0.0)
             z = tl.load(line + Z_AT + first + value, mask=in_v & there, other=0.0)
-            b, a = _load_gates(line + GATES_AT + head, there, VALUE_HEADS)
+            b, a = load_gates(line + GATES_AT + head, there, VALUE_HEADS)
         q, k, along = unit_keys(kh, which, K)
         s, o = advance(s, q, k, vh, along, beta, forget, True)
         if index == 0:
@@ -265,27 +274,6 @@ def _gdn_decode(
         tl.store(
             out + (row + index) * (VALUE_HEADS * V) + first + value, o.to(out.dtype.element_ty), mask=in_v
         )
-
-
-@triton.jit
-def _load_gates(at, there, VALUE_HEADS: tl.constexpr):
-    """A row's b and a of the head that `at` points to."""
-    return tl.load(at, mask=there, other=0.0), tl.load(at + VALUE_HEADS, mask=there, other=0.0)
-
-
-@triton.jit
-def _before(ring, position, at, inside, kept, RING: tl.constexpr, CHANNELS: tl.constexpr):
-    """The conv's three inputs before `position`, oldest first; zero before the sequence's begin."""
-    x0 = tl.load(
-        ring + ((position - 3) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 2), other=0.0
-    )
-    x1 = tl.load(
-        ring + ((position - 2) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 1), other=0.0
-    )
-    x2 = tl.load(
-        ring + ((position - 1) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 0), other=0.0
-    )
-    return x0, x1, x2
 
 
 @triton.jit

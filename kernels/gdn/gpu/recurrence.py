@@ -26,6 +26,27 @@ def load_taps(conv_w, at, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_gates(at, there, VALUE_HEADS: tl.constexpr):
+    """A row's b and a of the head that `at` points to."""
+    return tl.load(at, mask=there, other=0.0), tl.load(at + VALUE_HEADS, mask=there, other=0.0)
+
+
+@triton.jit
+def inputs_before(ring, position, at, inside, kept, RING: tl.constexpr, CHANNELS: tl.constexpr):
+    """The conv's three inputs before `position`, oldest first; zero before the sequence's begin."""
+    x0 = tl.load(
+        ring + ((position - 3) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 2), other=0.0
+    )
+    x1 = tl.load(
+        ring + ((position - 2) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 1), other=0.0
+    )
+    x2 = tl.load(
+        ring + ((position - 1) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 0), other=0.0
+    )
+    return x0, x1, x2
+
+
+@triton.jit
 def conv_silu(x0, x1, x2, x3, w, DTYPE: tl.constexpr):
     """silu of the causal conv at the newest of four inputs, oldest first; float32 that the model dtype holds."""
     u = x0.to(tl.float32) * w[0]

@@ -148,6 +148,20 @@ def test_every_launch_shape_gives_the_same_rows(device, shape):
     assert relative(caches.state[1:], exact.state) < 2e-6
 
 
+def test_a_narrower_conv_is_one_with_a_zero_tap_before(device):
+    generator = torch.Generator().manual_seed(34)
+    w = make_weights(1, 1, 16, 16, generator, device)
+    w.conv[0] = 0
+    state, taps = beginnings(w, [6], generator, device, torch.float32)
+    proj = torch.randn(1, w.proj_width, generator=generator).to(device)
+    results = []
+    for weights in (w, replace(w, conv=w.conv[1:].contiguous())):
+        caches = Caches(weights, 2, ring_rows(0), torch.float32, device, drafts=False)
+        caches.start(1, 6, state[0], taps[0])
+        results.append((caches.run(proj, make_rows(1, [1], [6], device)), caches.state[1]))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
 def test_gates_at_their_ends(device):
     """Softplus above torch's threshold and far below zero, where log(1 + e) alone would round to nothing."""
     generator = torch.Generator().manual_seed(21)
