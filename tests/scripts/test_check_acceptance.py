@@ -31,9 +31,9 @@ def test_batches_that_accept_differently_are_a_problem():
 )
 def test_planted_shares_are_held_to_their_powers(accepted, depths):
     found = judge([counts(*accepted)], 0.8)
-    assert [f"depth {depth}:" in problem for depth, problem in zip(depths, found, strict=True)] == [True] * len(
-        depths
-    )
+    assert [f"depth {depth}:" in problem for depth, problem in zip(depths, found, strict=True)] == [
+        True
+    ] * len(depths)
 
 
 def test_prompts_of_a_planted_text_end_differently():

@@ -47,7 +47,19 @@ def test_a_leak_a_cycle_is_growth_and_the_first_cycles_are_not():
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_a_few_cycles_of_a_daemon_that_speculates_leave_nothing(tp, tmp_path):
     path = tmp_path / "cycles.json"
-    flags = ["--device", "cpu", "--threads", "1", "--max-seq", "512", "--tp", tp, "--mtp", "on", "--mtp-fixed"]
+    flags = [
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--max-seq",
+        "512",
+        "--tp",
+        tp,
+        "--mtp",
+        "on",
+        "--mtp-fixed",
+    ]
     arguments = ["--cycles", "2", "--max-tokens", "12", "--json", str(path), "--", *flags]
     ran = CliRunner().invoke(load_cycles.main, arguments)
     assert ran.exit_code == 0, ran.output
