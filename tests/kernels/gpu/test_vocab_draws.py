@@ -219,8 +219,26 @@ def test_argmax_is_that_of_torch(device, rows, n):
     assert argmax_gpu(logits).tolist() == expected.tolist()
 
 
-def test_many_rows_share_programs_by_longer_splits(device):
-    """The split is over what the launch size wants; the draw must not feel it."""
+def test_how_a_row_is_split_changes_no_draw(device, monkeypatch):
+    """Many rows make programs take several tiles each; ties over their tiles still go to the lowest id."""
+    rows, vocab = 3, 5000
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(rows, vocab, generator=generator).to(device)
+    logits[1:, [4117, 2 * 1024 + 17, 1024 + 17, 1024 + 500]] = 1e12  # noise is lost in these
+    slots = torch.tensor([4, 4, 1], dtype=torch.int32, device=device)
+    positions = torch.arange(rows, device=device)
+    registers = Registers(device)
+    arguments = (logits, slots, positions, registers.temperature, registers.seed)
+    many = partial_draws(*arguments, first_id=0, vocab=vocab)
+    monkeypatch.setattr("mstar.kernels.vocab.gpu.draw._PROGRAMS", 4)
+    few = partial_draws(*arguments, first_id=0, vocab=vocab)
+    assert many[0].shape[0] == 5 and few[0].shape[0] == 2
+    values, tokens = merge_draws(*few)
+    assert torch.equal(tokens, merge_draws(*many)[1]) and torch.equal(values, merge_draws(*many)[0])
+    assert tokens[1:].tolist() == [1024 + 17] * 2
+
+
+def test_many_rows_share_programs_by_longer_splits():
     assert splits_of(1, 248_320) == (243, 1)
     splits, tiles = splits_of(64, 248_320)
     assert tiles > 1 and (splits - 1) * tiles < 243 <= splits * tiles
