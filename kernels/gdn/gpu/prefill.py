@@ -127,7 +127,8 @@ class Prefill:
         self.states = new(self.chunks.count, heads, self.parts, key_dim, value_dim, dtype=part)
         self.deltas = new(heads, total, self.parts, value_dim, dtype=part)
         self.out = new(total, heads * value_dim, dtype=proj.dtype)
-        self.block_v = tuning.block_v or walk_columns(rows.sequences * heads, value_dim, device)
+        columns = walk_columns(rows.sequences * heads, value_dim, device) if self.split else 16  # 32 spill
+        self.block_v = tuning.block_v or columns
         self.shape = {
             "key_heads": weights.key_heads, "value_heads": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim,
             "CHUNK": CHUNK,
