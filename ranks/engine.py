@@ -74,6 +74,8 @@ class Engine:
         plan = scheduler.plan()
         for request in scheduler.admitted:
             self._emit(Started(request.request_id, cached_tokens=0, at=time.monotonic()))
+        for refused in scheduler.failed:
+            self._emit(refused)
         if plan is not None:
             phases.add("plan", time.perf_counter() - begun)
             if self._trace is not None:
@@ -81,7 +83,7 @@ class Engine:
             with phases.timed("launch"):
                 self._flights.append((plan, self._leader.launch(plan)))
         ahead = 0 if plan is None else self._leader.steps_ahead
-        collected = False
+        collected = bool(scheduler.failed)
         while self._flights and (len(self._flights) > ahead or self._flights[0][1].done):
             self._collect(*self._flights.popleft())
             collected = True

@@ -7,6 +7,7 @@ request keeps its slot and blocks until its last step in flight has come back.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from mstar.ranks.request import Request
 from mstar.ranks.speculation.policy import Policy
 from mstar.ranks.speculation.route import LoadFacts, RequestFacts, Route, route
 from mstar.ranks.speculation.stats import SpecStats
+
+log = logging.getLogger(__name__)
 
 # A chunk that is not a prompt's last ends at a multiple of this: the chunk length of the delta rule's
 # prefill, so that chunked and whole prefill do the same arithmetic.
@@ -91,6 +94,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # oldest first; preempted ones are older than all others
         self.running: list[Request] = []  # oldest first
         self.admitted: list[Request] = []  # started by the latest plan
+        self.failed: list[Refused] = []  # ended by it: they cannot start
         self._by_id: dict[int, Request] = {}
         self._flights: deque[_Flight] = deque()
         self._sampler = sampler
@@ -148,6 +152,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing is to do or only results in flight can free what is needed."""
         self.admitted = []
+        self.failed = []
         if not self._reserve_decodes():
             return None
         decodes = [request for request in self.running if self._decodes(request)]
@@ -299,8 +304,8 @@ class Scheduler:
                 break
             if prefilling:
                 prefilling.popleft()
-            else:
-                self._admit(request, load)
+            elif not self._admit(request, load):
+                continue
             request.computed += size
             budget -= size
             token_ids = request.token_ids(start, start + size)
@@ -322,7 +327,8 @@ class Scheduler:
         """Tokens that a waiting request's blocks should hold at its start."""
         return self._reach(request, request.tokens) if self.limits.drafts else request.tokens
 
-    def _admit(self, request: Request, load: LoadFacts) -> None:
+    def _admit(self, request: Request, load: LoadFacts) -> bool:
+        """Gives the oldest waiting request all that it needs to run; False where it failed, alone."""
         self.waiting.popleft()
         request.slot = self.slots.take()
         request.known = request.tokens
@@ -331,10 +337,18 @@ class Scheduler:
         request.follow = self._route(request, load).follow
         self._grow(request, blocks_for(self._wanted(request)))
         self.running.append(request)
-        self._sampler.admit(request.slot, request.sampling, request.prompt_ids, request.output_ids)
+        try:
+            self._sampler.admit(request.slot, request.sampling, request.prompt_ids, request.output_ids)
+        except Exception as error:
+            log.exception("request %d cannot be admitted", request.request_id)
+            self._end(request)
+            message = f"the request could not be admitted: {type(error).__name__}: {error}"
+            self.failed.append(Refused(request.request_id, "internal", message))
+            return False
         if not request.started:
             request.started = True
             self.admitted.append(request)
+        return True
 
     def _grow(self, request: Request, count: int) -> None:
         taken = self.blocks.take_many(count)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mstar.ranks.messages import Abort, Refused, Started, Stop, Tokens
+from mstar.ranks.messages import Abort, Refused, SamplingParams, Started, Stop, Tokens
 from mstar.ranks.warmup import warm_up
 from tests.support.engines import checking, expected, prompts, tiny
 
@@ -58,6 +58,31 @@ def test_aborts_in_every_phase_disturb_nobody_and_free_everything() -> None:
         assert request_id in aborted or len(tokens) == 30
     stats = bench.stats()
     assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
+
+
+@pytest.mark.parametrize("failing", [{2}, {1, 2, 3}], ids=["one", "all"])
+def test_a_request_that_the_sampler_cannot_take_fails_alone(failing: set[int]) -> None:
+    """Its error is its own end; what it held is free, and its neighbours and followers in its slot are served."""
+    bench = checking(max_num_seqs=2)
+    admit = bench.sampler.admit
+
+    def picky(slot: int, params: SamplingParams, *rest: Any) -> None:
+        if params.seed in failing:
+            raise ValueError("not today")
+        admit(slot, params, *rest)
+
+    bench.sampler.admit = picky  # type: ignore[method-assign]
+    for request_id in (1, 2, 3, 4):
+        bench.submit(request_id, [request_id] * 20, max_tokens=10)
+    good = {1, 2, 3, 4} - failing
+    assert bench.run() == {n: expected([n] * 20, 10) for n in good}
+    refused = [event for event in bench.events if isinstance(event, Refused)]
+    assert {event.request_id for event in refused} == failing
+    assert {(event.error_class, "not today" in event.message) for event in refused} == {("internal", True)}
+    assert {event.request_id for event in bench.events if isinstance(event, Started)} == good
+    stats = bench.stats()
+    assert (stats.blocks_free, stats.slots_free) == (stats.blocks_total, stats.slots_total)
+    assert (stats.running, stats.waiting) == (0, 0)
 
 
 def test_stop_id_max_tokens_and_max_seq_end_a_request_in_their_step() -> None:
