@@ -138,7 +138,7 @@ def _attend_decode(
             tile, acc, top, total, start.to(tl.int32) + row,
             k_cache + kv_head * (DIM * BLOCK_SIZE), v_cache + kv_head * (DIM * BLOCK_SIZE),
             tables + table * table_stride, begin, end, score_scale,
-            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, True, WIDE,
+            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, True, True, WIDE,
         )  # fmt: skip
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a row may see no key of this segment
         to = (sequence * ROWS + row) * (KV_HEADS * GROUP) + head

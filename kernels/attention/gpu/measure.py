@@ -120,7 +120,7 @@ def decode_choices() -> list[decode.DecodeChoice]:
 def prefill_choices() -> list[prefill.PrefillChoice]:
     """What `--sweep` tries; the rest does not fit or spills."""
     cuts = ((128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 8, 3), (64, 64, 4, 2))
-    return [prefill.PrefillChoice(*cut) for cut in cuts]
+    return [prefill.PrefillChoice(*cut, ahead) for cut in cuts for ahead in (False, True)]
 
 
 Choice = TypeVar("Choice")

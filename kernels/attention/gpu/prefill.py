@@ -23,6 +23,7 @@ class PrefillChoice:
     block_n: int = 64
     num_warps: int = 8
     num_stages: int = 2
+    ahead: bool = False  # with it, ptxas 12.8 waits for every wgmma of tiles of 64 keys
 
 
 def default_choice(dtype: torch.dtype) -> PrefillChoice:
@@ -59,7 +60,7 @@ def attend_prefill(
         rows.starts if rows.table_rows is None else rows.table_rows, dim**-0.5 * LOG2_E,
         GROUP=group, KV_HEADS=weights.kv_heads, DIM=dim, BLOCK_SIZE=k_cache.shape[-1],
         TABLE_ROWS=rows.table_rows is not None, BLOCK_M=choice.block_m, BLOCK_N=choice.block_n,
-        WIDE=interpreted() or proj.dtype == torch.float32,
+        AHEAD=choice.ahead, WIDE=interpreted() or proj.dtype == torch.float32,
         num_warps=choice.num_warps, num_stages=choice.num_stages, **launch_options(proj.device),
     )  # fmt: skip
     return out
@@ -69,8 +70,8 @@ def attend_prefill(
 def _attend_prefill(
     q, proj, proj_stride, k_cache, v_cache, out, cu_rows, starts, tables, table_stride, table_rows, score_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TABLE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    TABLE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of rows with all q heads of a KV head, so that they share its keys."""
     kv_head = tl.program_id(0)
@@ -103,11 +104,11 @@ def _attend_prefill(
         end = start + tl.minimum(first + TILE_ROWS, count)
         acc, top, total = walk_keys(
             queries, acc, top, total, start + row, k_head, v_head, table_at, 0, seen_by_all, score_scale,
-            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, False, WIDE,
+            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, False, AHEAD, WIDE,
         )  # fmt: skip
         acc, top, total = walk_keys(
             queries, acc, top, total, start + row, k_head, v_head, table_at, seen_by_all, end, score_scale,
-            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, True, WIDE,
+            KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, True, AHEAD, WIDE,
         )  # fmt: skip
         acc = acc / total[:, None]  # every row sees its own key
         gate_at = proj + (row0 + row) * proj_stride + head * (2 * DIM) + DIM
@@ -121,7 +122,8 @@ def _case(dim: int, group: int, choice: PrefillChoice) -> AotCase:
     signature |= {"proj_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
     constants = {
         "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "TABLE_ROWS": True,
-        "BLOCK_M": choice.block_m, "BLOCK_N": choice.block_n, "WIDE": False,
+        "BLOCK_M": choice.block_m, "BLOCK_N": choice.block_n, "AHEAD": choice.ahead,
+        "WIDE": False,
     }  # fmt: skip
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
     return AotCase(_attend_prefill, signature, constants, choice.num_warps, choice.num_stages, pdl=True)

@@ -12,7 +12,7 @@ LOG2_E = 1.4426950408889634
 def walk_keys(
     q, acc, top, total, last, k_head, v_head, table, begin, end, score_scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys begin ... end - 1 of a sequence to a running softmax; returns acc, top and total.
 
@@ -21,17 +21,23 @@ def walk_keys(
     k_head, v_head: the caches at this KV head of block 0; table: the sequence's row of the block table.
     begin is a multiple of BLOCK_SIZE. Without MASKED, all rows see all keys and end - begin is a multiple of
     BLOCK_N. WIDE: dots of float32 (float32 models and the interpreter), else of the model dtype.
+    AHEAD: block numbers are loaded a tile ahead, so that the pipelined loads of K and V do not wait for them.
     """
     d = tl.arange(0, DIM)
     n = tl.arange(0, BLOCK_N)
-    column = (begin + n) // BLOCK_SIZE
-    ahead = tl.load(table + column, mask=column * BLOCK_SIZE < end, other=0)
+    if AHEAD:
+        column = (begin + n) // BLOCK_SIZE
+        ahead = tl.load(table + column, mask=column * BLOCK_SIZE < end, other=0)
     for first in range(begin, end, BLOCK_N):
         key = first + n
-        block = ahead
-        # a tile ahead, so that the loads of K and V need not wait for it; whole blocks: see `inside`
-        column = (key + BLOCK_N) // BLOCK_SIZE
-        ahead = tl.load(table + column, mask=column * BLOCK_SIZE < end, other=0)
+        if AHEAD:
+            block = ahead
+            column = (key + BLOCK_N) // BLOCK_SIZE
+            ahead = tl.load(table + column, mask=column * BLOCK_SIZE < end, other=0)
+        else:
+            column = key // BLOCK_SIZE
+            block = tl.load(table + column, mask=column * BLOCK_SIZE < end, other=0)
+        # whole blocks, so that a load of K keeps the width of a block; keys past the end get no weight below
         inside = key // BLOCK_SIZE * BLOCK_SIZE < end
         offset = key % BLOCK_SIZE
         at = block.to(tl.int64) * (KV_HEADS * DIM * BLOCK_SIZE)
