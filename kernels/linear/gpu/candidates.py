@@ -27,26 +27,68 @@ DOT_TILES = ((16, 1), (32, 2), (64, 4), (128, 4), (128, 8), (16, 2), (32, 4))  #
 DOT_DEPTHS = ((128, 4), (256, 3), (64, 5))  # values of k a tile, tiles in flight
 
 
-def default(key: GemmKey) -> KernelChoice:
-    """The guess where nothing was timed: fma for the fewest rows, dot up to 64, cuBLAS above.
+# What one H200 liked best for the linears of 0.8B (tables/sm_90/h200), or within 3 % of it, by rows: outputs and k of
+# a tile, tiles in flight, warps, parts of k, whether the first tile is prefetched, whether a kernel norms first.
+DOT_LIKED: dict[str, dict[int, tuple[int, int, int, int, int, int, int]]] = {
+    "norm": {
+        8: (16, 128, 4, 1, 1, 1, 0),
+        16: (16, 128, 4, 2, 1, 1, 1),
+        32: (64, 128, 4, 4, 1, 1, 0),
+        64: (64, 128, 4, 4, 1, 1, 1),
+    },
+    "gated": {
+        4: (16, 128, 4, 1, 1, 1, 0),
+        8: (16, 128, 4, 1, 1, 1, 0),
+        16: (16, 128, 4, 2, 1, 1, 1),
+        32: (32, 128, 4, 4, 1, 1, 1),
+        64: (32, 128, 4, 4, 1, 1, 1),
+    },
+    "residual": {
+        8: (32, 256, 3, 4, 8, 1, 0),
+        16: (32, 256, 3, 4, 8, 1, 0),
+        32: (32, 128, 4, 4, 4, 1, 0),
+        64: (32, 128, 4, 4, 4, 1, 0),
+    },
+    "f32": {
+        4: (128, 128, 4, 4, 1, 0, 0),
+        8: (128, 128, 4, 4, 1, 0, 0),
+        16: (128, 64, 5, 4, 1, 0, 0),
+        32: (128, 64, 5, 4, 1, 0, 0),
+        64: (64, 64, 5, 4, 1, 1, 0),
+    },
+}
+DOT_LIKED["plain"] = DOT_LIKED["residual"]
 
-    float32 has no dot, so fma takes all the rows that it can and cuBLAS the others.
-    """
+
+def default(key: GemmKey) -> KernelChoice:
+    """Where nothing was timed: what another model's linears liked, else a guess; cuBLAS above 64 rows."""
     if key.rows > dot.MOST_ROWS:
         return CUBLAS
+    liked = _liked(key)
+    if liked is not None:
+        return liked
     fma_rows = fma.MOST_ROWS if key.dtype == "fp32" else 4
-    found = _fma_candidates(key) if key.rows <= fma_rows else _dot_candidates(key)
-    return found[0] if found else CUBLAS
+    if key.rows > fma_rows:
+        found = _dot_candidates(key)
+        return found[0] if found else CUBLAS
+    found = _fma_candidates(key)
+    # small tiles of few warps: a program's first loads are in flight while the one before it ends
+    small = [choice for choice in found if dict(choice.params)["BLOCK_N"] == 4]
+    wanted = 2048 if key.kind in ("residual", "plain") else 512
+    small.sort(key=lambda choice: abs(dict(choice.params)["BLOCK_K"] - wanted))
+    return (small or found or [CUBLAS])[0]
 
 
 def candidates(key: GemmKey) -> list[KernelChoice]:
     """What is worth timing for a size, the likeliest first after cuBLAS; none whose tiles do not fit."""
     found = [CUBLAS]
+    if key.rows <= dot.MOST_ROWS:
+        found.append(default(key))
     if key.rows <= fma.MOST_ROWS:
         found += _fma_candidates(key)[:12]
     if key.rows <= dot.MOST_ROWS:
         found += _dot_candidates(key)[: 4 if key.rows <= 2 else 10 if key.rows <= 8 else 14]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def launches(choice: KernelChoice, key: GemmKey) -> int:
@@ -138,6 +180,19 @@ def _distance(choice: KernelChoice, key: GemmKey) -> float:
         # every program reads all rows of x, through the second cache; a split writes and reads its parts
         distance += max(0.0, log2(dot.block_rows(key.rows) / params["BLOCK_N"])) + log2(params["SPLIT_K"]) / 2
     return distance
+
+
+def _liked(key: GemmKey) -> KernelChoice | None:
+    """The entry of DOT_LIKED for a size, where its tiles fit it."""
+    params = DOT_LIKED[key.kind].get(key.rows) if key.dtype != "fp32" else None
+    if params is None or params[1] * params[4] > key.k:
+        return None
+    outputs, block_k, stages, warps, split, prefetch, norm_first = params
+    first = {"NORM_FIRST": 1} if norm_first else {}
+    return _choice(
+        "dot", BLOCK_N=outputs, BLOCK_K=block_k, SPLIT_K=split, PREFETCH=prefetch, **first,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
 
 
 def _choice(kernel: str, **params: int) -> KernelChoice:

@@ -183,7 +183,9 @@ def test_candidates_fit_and_hold_the_default(n, k):
                 found = candidates(key)
                 assert found[0] == CUBLAS and default(key) in found
                 assert len(found) == len(set(found)) <= 24
-                kernel = "fma" if rows <= (8 if dtype == "fp32" else 4) else "dot" if rows <= 64 else "cublas"
+                few = kind in ("gated", "f32") and k >= 128  # where a tile of the liked ones fits
+                fma_rows = 8 if dtype == "fp32" else 2 if few else 4
+                kernel = "fma" if rows <= fma_rows else "dot" if rows <= 64 else "cublas"
                 assert default(key).kernel == (kernel if dtype == "bf16" or kernel != "dot" else "cublas")
                 for found_choice in found:
                     check_fit(found_choice, key)
