@@ -46,9 +46,14 @@ class TritonOps(Ops):
     @staticmethod
     def unavailable(device: torch.device, block_size: int, dims: Iterable[int]) -> str | None:
         """Why this cannot run here, or None. dims: the hidden size and the heads' dims."""
+        dims = list(dims)
         odd = [dim for dim in dims if dim % 16]
         if odd:
             return f"Triton kernels take hidden sizes and head dims in multiples of 16, not {odd}"
+        # with fewer columns Triton 3.6's products of the chunked delta rule were wrong on an H200 (bf16, 16 columns)
+        small = [dim for dim in dims if dim < 64]
+        if small:
+            return f"Triton kernels take hidden sizes and head dims of 64 or more, not {small}"
         if block_size % 16:
             return f"Triton attention takes KV blocks of 16 or a multiple, not {block_size}"
         return None

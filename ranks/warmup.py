@@ -15,9 +15,11 @@ from mstar.ranks.sampler import Sampler
 from mstar.ranks.scheduler import Limits, Scheduler
 from mstar.ranks.speculation.policy import Costs, Policy
 
-# Sequences at once in each round: one alone, then a batch. A whole chunk of the delta rule and a tail.
-ROUNDS = (1, 4)
-PROMPT_TOKENS = 70
+# Sequences at once and tokens of their prompts: one alone, then a batch. A whole chunk of the delta rule and a tail.
+ROUNDS = ((1, 70), (4, 70))
+# A GPU's kernels are compiled for what divides their sizes and for how many sequences share a pass: prompts of one
+# row, of whole and broken tiles, alone and in batches.
+GPU_ROUNDS = ((1, 1), (1, 64), (1, 70), (1, 500), (2, 33), (4, 64), (8, 70), (16, 17), (32, 64), (64, 70))
 TOKENS = 3
 
 # Batches and drafts of which steps are timed. Rows are cheap up to about 4 on the CPU at hand and cost by number
@@ -42,17 +44,18 @@ def warm_up(
     Returns the next plan's number, and of a load that speculates what its steps cost; without `costs` none are
     measured, and its k stays in force.
     """
-    prompt = [0] * max(1, min(PROMPT_TOKENS, limits.max_seq - TOKENS))
     scheduler = Scheduler(limits, sampler)
     engine = Engine(scheduler, leader, lambda _: None)
-    for done, count in enumerate(ROUNDS):
-        progress("warmup", done, len(ROUNDS), "steps")
+    rounds = GPU_ROUNDS if leader.steps_ahead else ROUNDS
+    for done, (count, tokens) in enumerate(rounds):
+        progress("warmup", done, len(rounds), "steps")
+        prompt = [0] * max(1, min(tokens, limits.max_seq - TOKENS))
         for index in range(min(count, limits.max_num_seqs)):
             params = SamplingParams(max_tokens=TOKENS, seed=0, temperature=float(index % 2))
             engine.handle(Submit(index, prompt, params))
         while engine.step():
             pass
-    progress("warmup", len(ROUNDS), len(ROUNDS), "steps")
+    progress("warmup", len(rounds), len(rounds), "steps")
     number = scheduler.next_number
     if not limits.drafts or not costs:
         return number, Costs()

@@ -58,7 +58,7 @@ def inverse(system, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
     return inv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_rows"])
 def solve_chunks(
     proj, proj_stride, decay, dt_bias, u, scales, table, cu_rows, totals, new_k, new_v, total_rows,
     key_heads, value_heads, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -115,7 +115,7 @@ def solve_chunks(
     tl.store(to, first, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_rows"])
 def walk_chunks(
     proj, proj_stride, ring, ring_stride, state, state_stride, u, scales, totals, new_k, new_v,
     chunk_borders, cu_rows, starts, slots, fresh, states, deltas, total_rows,

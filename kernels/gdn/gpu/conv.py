@@ -9,7 +9,7 @@ from mstar.kernels.aot import AotCase
 from mstar.kernels.gdn.gpu.split import to_model
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def conv_silu(
     proj, proj_stride, weight, ring, ring_stride, table, cu_rows, starts, slots, fresh, u, scales, total,
     key_heads, value_heads, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,

@@ -10,7 +10,7 @@ from mstar.kernels.gdn.gpu.chunk import decay_between
 from mstar.kernels.gdn.gpu.split import high, mma, operand, rest, to_bf16, to_model
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_rows"])
 def outputs(
     proj, proj_stride, norm, eps, u, scales, totals, states, deltas, table, cu_rows, out, total_rows,
     key_heads, value_heads, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,

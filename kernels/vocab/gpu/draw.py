@@ -119,7 +119,7 @@ def _partial(
     return values, ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _partial_draws(
     logits, slots, positions, temperature, seed, least, values, ids,
     stride, columns, first_group, rows, position_offset,
@@ -185,7 +185,7 @@ def merged(values, ids, row, rows, splits, SPLITS: tl.constexpr):
     return best, tl.min(tl.where(value == best, id_, 2**62), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_draws(values, ids, value, id_, rows, splits, SPLITS: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0)
     if PDL:

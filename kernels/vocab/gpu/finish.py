@@ -55,7 +55,7 @@ def finish_step(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _finish_step(
     values, ids, slots, ahead, lengths, left, stop_ids, pending, out,
     rows, splits, ahead_stride, width,
