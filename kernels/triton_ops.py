@@ -41,7 +41,7 @@ class TritonOps(Ops):
     def __init__(self, device: torch.device, table: Table | None = None) -> None:
         """table: of kernel choices, in place of the device's own."""
         self.table = table_for(device) if table is None else table
-        self._refused: set[GemmKey] = set()  # whose choice does not fit this GPU
+        self._refused: set[tuple[GemmKey, KernelChoice]] = set()  # what does not fit this GPU
 
     @staticmethod
     def unavailable(device: torch.device, block_size: int, dims: Iterable[int]) -> str | None:
@@ -183,10 +183,12 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         rows = row_bucket(x.shape[0])
         key = GemmKey(kind, rows or 0, outputs, weight.inputs, _DTYPES[x.dtype])
-        choice = _CUBLAS if rows is None or key in self._refused else self.table.choose(key)
+        choice = _CUBLAS if rows is None else self.table.choose(key)
+        if (key, choice) in self._refused:
+            choice = _CUBLAS
         try:
             return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
             log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
-            self._refused.add(key)
+            self._refused.add((key, choice))
             return run_linear(_CUBLAS, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -149,7 +149,7 @@ class DeviceSteps:
         finals = self._prefill(plan)
         decodes = len(plan.decode_slots)
         if decodes:
-            self._place(plan.decode_slots, plan.decode_bucket)
+            self.place(plan.decode_slots, plan.decode_bucket)
             filtered = self._sampler.filtered(plan.decode_slots)
             self._decode(plan.decode_bucket, filtered)
         self._turn = (self._turn + 1) % RESULTS
@@ -174,17 +174,26 @@ class DeviceSteps:
         free = torch.cuda.mem_get_info(device)[0]
         for done, (bucket, filtered) in enumerate(jobs):
             progress("capture", done, len(jobs), "graphs")
-            self._body(bucket, filtered)  # compiles what is not yet
-            torch.cuda.synchronize(device)
             if self._eager:
-                continue
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
                 self._body(bucket, filtered)
-            self._graphs[bucket, filtered] = graph
+            else:
+                self._graphs[bucket, filtered] = self.captured(bucket, filtered, pool)
         progress("capture", len(jobs), len(jobs), "graphs")
         torch.cuda.synchronize(device)
         self.graph_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
+
+    @torch.inference_mode()
+    def captured(self, bucket: int, filtered: bool = False, pool: Any = None) -> torch.cuda.CUDAGraph:
+        """A graph of the decode part of `bucket` sequences, of those that `place` names when it is replayed.
+
+        pool: of graphs that never run at once.
+        """
+        self._body(bucket, filtered)  # compiles what is not yet
+        torch.cuda.synchronize(self._executor.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._body(bucket, filtered)
+        return graph
 
     def free(self) -> None:
         """Drops the graphs, which hold the caches' addresses."""
@@ -233,7 +242,7 @@ class DeviceSteps:
         least = ops.filter_thresholds(logits, slots, self._registers) if filtered else None
         ops.draw_step(logits, slots, starts, self._registers, out[: slots.shape[0]], least)
 
-    def _place(self, slots: list[int], bucket: int) -> None:
+    def place(self, slots: list[int], bucket: int) -> None:
         """Puts the decode part's slots where the graphs look for them."""
         padded = slots + [0] * (bucket - len(slots))
         if self._in_slots[:bucket] != padded:

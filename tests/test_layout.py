@@ -27,6 +27,10 @@ MAY_IMPORT = {
 COMMANDS = {
     "kernels/aot.py": ("click",),
     "kernels/promote.py": ("click",),
+    "kernels/attention/gpu/measure.py": ("click",),
+    "kernels/gdn/gpu/measure.py": ("click",),
+    "kernels/gdn/gpu/measure_prefill.py": ("click",),
+    "kernels/vocab/gpu/measure.py": ("click",),
     "kernels/bench/__main__.py": ("click", "mstar.loader", "mstar.scripts.make_checkpoint"),
 }
 # The environment that users of this ecosystem expect; a program of ours has no other switches there.
