@@ -25,3 +25,21 @@ def scalars_as_bounds_of_loops():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+@pytest.fixture(scope="session", autouse=True)
+def masks_of_splatted_scalars():
+    """Triton 3.9's interpreter makes a tile of a scalar condition int8, and then refuses it as a mask."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    builder = pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def boolean(mask):
+        mask.data = mask.data.astype(bool, copy=False)
+        return mask
+
+    builder.create_masked_load = lambda self, ptrs, mask, *rest: load(self, ptrs, boolean(mask), *rest)
+    builder.create_masked_store = lambda self, ptrs, value, mask, *rest: store(
+        self, ptrs, value, boolean(mask), *rest
+    )
