@@ -91,7 +91,7 @@ def attend_decode(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "columns"])
 def _attend_decode(
     q, proj, proj_stride, k_cache, v_cache, out, parts, sums,
     cu_rows, starts, tables, table_stride, columns, table_rows, score_scale,

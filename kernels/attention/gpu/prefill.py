@@ -66,7 +66,7 @@ def attend_prefill(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_prefill(
     q, proj, proj_stride, k_cache, v_cache, out, cu_rows, starts, tables, table_stride, table_rows, score_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,

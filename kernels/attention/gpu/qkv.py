@@ -38,7 +38,7 @@ def qkv_norm_rope_cache(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "columns", "sequences"])
 def _qkv_norm_rope_cache(
     proj, proj_stride, q_norm, k_norm, inv_freq, eps, q_out, k_cache, v_cache,
     cu_rows, starts, tables, table_stride, columns, table_rows, sequences,

@@ -206,9 +206,11 @@ def chunks_of(host_cu_rows: tuple[int, ...], device: torch.device, stream: int) 
         for row in range(begin, end, CHUNK):
             table += (seq, row)
         borders.append(len(table) // 2)
-    sent = torch.tensor(table + borders, dtype=torch.int32, pin_memory=device.type == "cuda")
+    # Triton compiles a kernel again for a pointer that is not a multiple of 16 bytes
+    padded = table + [0] * (-len(table) % 4)
+    sent = torch.tensor(padded + borders, dtype=torch.int32, pin_memory=device.type == "cuda")
     there = sent.to(device, non_blocking=True)
-    return Chunks(borders[-1], there[: len(table)].view(-1, 2), there[len(table) :])
+    return Chunks(borders[-1], there[: len(table)].view(-1, 2), there[len(padded) :])
 
 
 def _stream(device: torch.device) -> int:
