@@ -92,8 +92,7 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         if rows.rows_per_seq == 0:
             return gdn_prefill_gpu(proj, weights, state, conv, window, rows)
-        # The projection lets this start once it has waited for all before it, so what earlier steps left is there.
-        return gdn_decode_gpu(proj, weights, state, conv, window, rows, early=True)
+        return gdn_decode_gpu(proj, weights, state, conv, window, rows)
 
     def attention(
         self,

@@ -78,7 +78,7 @@ def descend(
 
 
 def write_choices(path: Path, found: dict[GemmKey, tuple[KernelChoice, dict[str, float]]]) -> int:
-    """Moves sizes of a table to the choices found, where it has them among its candidates. Returns how many."""
+    """Moves sizes that a table has to the choices found. Returns how many moved."""
     table: dict[str, Any] = json.loads(path.read_text())
     moved = 0
     for key, (choice, times) in found.items():
@@ -86,7 +86,13 @@ def write_choices(path: Path, found: dict[GemmKey, tuple[KernelChoice, dict[str,
         if entry is None:
             continue
         entry["step_us"] = {name: round(us, 1) for name, us in sorted(times.items())}
-        if choice.name in entry["candidates"] and entry["choice"] != choice.name:
+        if entry["choice"] != choice.name:
+            alone = {
+                "kernel": choice.kernel,
+                "params": dict(choice.params),
+                "us": [],
+            }  # not measured by itself
+            entry["candidates"].setdefault(choice.name, alone)
             entry["choice"] = choice.name
             moved += 1
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
@@ -156,6 +162,8 @@ def main(
         loaded = OfflineModel(model, dtype, "cuda")
     except LoadError as error:
         raise click.ClickException(f"{error}") from error
+    from mstar.kernels.linear.gpu.candidates import step_candidates  # Triton, which needs a GPU
+
     ops, defaults = loaded.trunk.ops, linears()
     until = time.monotonic() + budget_s
     report: dict[str, Any] = {}
@@ -166,7 +174,7 @@ def main(
         ops.table = table  # type: ignore[attr-defined]
         before = step.us()
         share = (until - time.monotonic()) / (len(sizes) - place)
-        times = descend(table, defaults.candidates, step.us, time.monotonic() + share, click.echo)
+        times = descend(table, step_candidates, step.us, time.monotonic() + share, click.echo)
         after = step.us()
         click.echo(f"batch {size}: {before:.1f} -> {after:.1f} us, {sum(map(len, times.values()))} tried")
         found = {key: (table.choose(key), each) for key, each in times.items()}

@@ -56,14 +56,15 @@ def test_nothing_further_is_tried_when_the_time_is_over():
     assert table.choose(A) == SLOW and list(times[A]) == [SLOW.name]
 
 
-def test_a_table_takes_choices_that_it_has_as_candidates(tmp_path):
+def test_a_table_takes_choices_and_knows_how_they_are_launched(tmp_path):
     path = tmp_path / "decode_gemm.json"
     entry = {"choice": SLOW.name, "candidates": {SLOW.name: {}, FAST.name: {}}}
     path.write_text(
         json.dumps({"entries": {A.name: entry, B.name: {**entry, "candidates": {SLOW.name: {}}}}})
     )
     found = {A: (FAST, {FAST.name: 1.0}), B: (FAST, {FAST.name: 2.0})}
-    assert write_choices(path, found) == 1
+    assert write_choices(path, found) == 2
     entries = json.loads(path.read_text())["entries"]
-    assert (entries[A.name]["choice"], entries[B.name]["choice"]) == (FAST.name, SLOW.name)
+    assert entries[A.name]["choice"] == entries[B.name]["choice"] == FAST.name
     assert entries[A.name]["step_us"] == {FAST.name: 1.0}
+    assert entries[B.name]["candidates"][FAST.name] == {"kernel": "fma", "params": {"BLOCK_N": 4}, "us": []}

@@ -91,6 +91,19 @@ def candidates(key: GemmKey) -> list[KernelChoice]:
     return list(dict.fromkeys(found))
 
 
+def step_candidates(key: GemmKey) -> list[KernelChoice]:
+    """What is worth trying inside a step, beside `candidates`: there kernels overlap with what is before and behind.
+
+    Strips have all of a program's weights on their way before the wait, and SOON lets the next kernel's weights be
+    read that early too.
+    """
+    found = candidates(key)
+    strips = _strip_candidates(key)
+    soon = [choice for choice in [default(key), *strips[:4]] if choice.kernel != "cublas"]
+    found += strips + [_choice(choice.kernel, **dict(choice.params), SOON=1) for choice in soon]
+    return list(dict.fromkeys(found))
+
+
 def launches(choice: KernelChoice, key: GemmKey) -> int:
     """Graph nodes of a call: 1, but that cuBLAS has a norm kernel before it and an epilogue after it.
 
@@ -168,6 +181,31 @@ def _dot_candidates(key: GemmKey) -> list[KernelChoice]:
         # every program norms every row: from some count of rows on, a kernel that does it once is worth its launch
         others += [_choice("dot", **dict(choice.params), NORM_FIRST=1) for choice in found[:3]]
     return found[:2] + others + found[2:]
+
+
+def _strip_candidates(key: GemmKey) -> list[KernelChoice]:
+    """One tile of k a program, asked for whole before the kernel ahead has ended; for the few rows that dot takes."""
+    if key.dtype == "fp32" or not 2 <= key.rows <= dot.MOST_ROWS:
+        return []
+    item = ITEM_BYTES[key.dtype]
+    sides = 2 if key.kind == "gated" else 1
+    rows = dot.block_rows(key.rows)
+    splits = (1,) if key.kind in ("norm", "gated") else (1, 2, 4, 8)
+    found = []
+    for outputs, warps in ((16, 4), (16, 8), (32, 4), (32, 8), (16, 2)):
+        for split in splits:
+            block_k = 1 << (-(-key.k // split) - 1).bit_length()
+            held = max(outputs * sides, rows) * block_k * item // (32 * warps)  # bytes a thread of a tile
+            if held > 256 or (outputs * sides + rows) * block_k * item > SHARED_BYTES:
+                continue
+            if split > 1 and split * key.n > 1 << 15:
+                continue
+            params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1}
+            params |= {"num_warps": warps, "num_stages": 1}
+            found.append(_choice("dot", **params))
+            if key.kind in ("norm", "gated") and key.rows >= 4:
+                found.append(_choice("dot", **params, NORM_FIRST=1))
+    return sorted(found, key=lambda choice: _distance(choice, key))
 
 
 def _distance(choice: KernelChoice, key: GemmKey) -> float:

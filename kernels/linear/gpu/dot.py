@@ -27,16 +27,19 @@ def _dot(
     x, x_stride, weight, norm, eps, residual, residual_stride, out, scratch, counters, rows, n,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
-    VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    SOON: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output] int32 zeros, zeros again at
     the end. VECTOR: values of 16 bytes.
+    SOON: the next kernel may start with this one, not only once this one has waited for those before it.
     PREFETCH: the first tile of weights is asked for before the kernel ahead ended. PRESCALE: what x * norm is
     multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
     UPCAST: products of float32 copies, for the interpreter, which has no bf16.
     """
+    if PDL and SOON:
+        tl.extra.cuda.gdc_launch_dependents()
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
@@ -54,8 +57,8 @@ def _dot(
         u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
-        # Only now: what starts behind this may then read what everything before this has left.
-        tl.extra.cuda.gdc_launch_dependents()
+        if not SOON:
+            tl.extra.cuda.gdc_launch_dependents()
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else acc
     if PREFETCH:
         b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)
@@ -129,7 +132,7 @@ def _product(w, b, acc, UPCAST: tl.constexpr):
 
 
 _CONSTANTS = (
-    "K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "VECTOR", "PRESCALE", "UPCAST", "PDL",
+    "K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "VECTOR", "PRESCALE", "UPCAST", "PDL",
 )  # fmt: skip
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
@@ -137,7 +140,7 @@ _SIGNATURE = {
     "rows": "i32", "n": "i32", **dict.fromkeys(_CONSTANTS, "constexpr"),
 }  # fmt: skip
 _TILE = {
-    "K": 1024, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
+    "K": 1024, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1, "SOON": 0,
     "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False,
 }  # fmt: skip
 

@@ -19,12 +19,16 @@ MOST_ROWS = 8
 def _fma(
     x, x_stride, weight, norm, eps, residual, residual_stride, out, rows, n,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, SOON: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     ROWS: rows, or more, up to 8. VECTOR: values of 16 bytes. UNROLL: tiles of k are written out, not a loop.
+    SOON: the next kernel may start with this one, not only once this one has waited for those before it.
     """
+    if PDL and SOON:
+        tl.extra.cuda.gdc_launch_dependents()
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
     w_at = weight + tl.minimum(outputs, n - 1).to(tl.int64)[:, None] * K
@@ -35,8 +39,8 @@ def _fma(
     g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
     if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
-        # Only now: what starts behind this may then read what everything before this has left.
-        tl.extra.cuda.gdc_launch_dependents()
+        if not SOON:
+            tl.extra.cuda.gdc_launch_dependents()
     lines = tl.arange(0, ROWS)
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else w
     acc = _zeros(ROWS, BLOCK_N, BLOCK_K // VECTOR)
@@ -177,10 +181,10 @@ _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
     "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "rows": "i32", "n": "i32",
     **dict.fromkeys(
-        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "PDL"), "constexpr"
+        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "PDL"), "constexpr"
     ),
 }  # fmt: skip
-_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8}
+_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0}
 AOT_CASES = [
     AotCase(
         _fma,

@@ -115,6 +115,7 @@ def skinny_call(
         "n": n,
         "K": k,
         "GATED": kind == "gated",
+        "SOON": 0,
         **dict(choice.params),
         **launch_options(x.device),
     }

@@ -33,14 +33,17 @@ DOT_LOOP = choice("dot", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, PREFETCH=0, num_warp
 DOT_NORM_FIRST = choice(
     "dot", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, PREFETCH=0, NORM_FIRST=1, num_warps=2, num_stages=2
 )
+# all of k in one tile, and the next kernel may start with this one
+DOT_STRIP = choice("dot", BLOCK_N=16, BLOCK_K=512, SPLIT_K=1, PREFETCH=1, SOON=1, num_warps=2, num_stages=1)
 DOT_SPLIT = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, num_warps=2, num_stages=3)
 NAMES = {
     "fma": FMA, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP, "dot-split": DOT_SPLIT,
+    "dot-strip": DOT_STRIP,
     "dot-norm-first": DOT_NORM_FIRST, "cublas": CUBLAS,
 }  # fmt: skip
 ROWS = {
     "fma": (1, 3, 8), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63), "dot-split": (5, 33),
-    "dot-norm-first": (3,),
+    "dot-norm-first": (3,), "dot-strip": (4, 17),
     "cublas": (1, 65),
 }  # fmt: skip
 
