@@ -333,7 +333,8 @@ class Scheduler:
         request.slot = self.slots.take()
         request.known = request.tokens
         if load.k and not request.started and request.sampling.spec_k != 0:
-            request.given_up = not self.policy.starts()
+            left = request.limit - request.tokens
+            request.given_up = not self.policy.starts(len(self.running) + 1, left)
         request.follow = self._route(request, load).follow
         self._grow(request, blocks_for(self._wanted(request)))
         self.running.append(request)

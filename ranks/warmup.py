@@ -68,7 +68,7 @@ class _Forced(Policy):
     def plan(self, sequences: int) -> int:
         return self.in_force
 
-    def starts(self) -> bool:
+    def starts(self, sequences: int = 1, tokens: int = 0) -> bool:
         return True
 
 

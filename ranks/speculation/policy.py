@@ -27,6 +27,7 @@ CLEARLY_SLOWER = 0.95
 # Of requests that came while plain decode looked faster, so many decode plainly before the next try.
 PLAIN_REQUESTS = 12
 REVIEW_STEPS = 16  # between two looks at the load's acceptance
+LONG_REQUEST = 256  # tokens: the 32 steps after which a request may give up are an eighth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,17 @@ class Policy:
             self.in_force = self._best(sequences)
         return self.in_force
 
-    def starts(self) -> bool:
+    def starts(self, sequences: int = 1, tokens: int = LONG_REQUEST) -> bool:
         """Whether a new request speculates: not while plain decode is faster for a request alone, but for a try.
 
-        That a large batch decodes plainly is no reason: it may shrink, and who does not start stays plain.
+        sequences: that run, with it; tokens: the most that it gets. That a large batch decodes plainly is no reason
+        for a long request: the batch may shrink, and who does not start stays plain. A short one would follow for
+        nothing until it gives up, which is much of its life.
         """
-        if self._best(1) or not self.k:
+        if not self.k:
             return True
+        if self._best(1):
+            return tokens >= LONG_REQUEST or self._best(sequences) > 0
         self._plain_requests += 1
         if self._plain_requests <= PLAIN_REQUESTS:
             return False

@@ -8,7 +8,7 @@ import pytest
 
 from mstar.ranks.messages import SamplingParams, Submit
 from mstar.ranks.scheduler import REVIEW_STEPS
-from mstar.ranks.speculation.policy import PLAIN_REQUESTS, Costs, Policy
+from mstar.ranks.speculation.policy import LONG_REQUEST, PLAIN_REQUESTS, Costs, Policy
 from mstar.ranks.speculation.stats import SpecStats
 from mstar.ranks.warmup import warm_up
 from tests.support.engines import checking, expected
@@ -92,8 +92,16 @@ def test_after_some_plain_requests_the_load_tries_again_and_keeps_what_works() -
 def test_a_large_batch_keeps_nobody_from_starting() -> None:
     policy = Policy(3, Costs({1: {0: 1.1, 3: 2.2}, 8: {0: 1.1, 3: 5.0}}))
     assert run(policy, 0.9, 50, 8)[-1] == 0
-    assert all(policy.starts() for _ in range(20))
+    assert all(policy.starts(8) for _ in range(20))
     assert set(run(policy, 0.95, 100)) == {3}
+
+
+def test_a_short_request_in_a_batch_that_decodes_plainly_does_not_follow_for_nothing() -> None:
+    policy = Policy(3, Costs({1: {0: 1.1, 3: 2.2}, 8: {0: 1.1, 3: 5.0}}))
+    run(policy, 0.9, 50, 8)
+    assert not policy.starts(8, tokens=128)
+    assert policy.starts(8, tokens=LONG_REQUEST)
+    assert policy.starts(1, tokens=128)
 
 
 def test_a_request_whose_drafts_fail_gives_up_and_others_go_on() -> None:

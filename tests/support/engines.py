@@ -204,7 +204,7 @@ class Steady(Policy):
     def plan(self, sequences: int) -> int:
         return self.k
 
-    def starts(self) -> bool:
+    def starts(self, sequences: int = 1, tokens: int = 0) -> bool:
         return True
 
     def gives_up(self, steps: int, drafted: int, accepted: int) -> bool:
