@@ -13,7 +13,7 @@ from mstar.kernels.attention.gpu.run import attention_gpu
 from mstar.kernels.gdn import GdnWeights
 from mstar.kernels.gdn.gpu.decode import gdn_decode_gpu
 from mstar.kernels.gdn.gpu.prefill import gdn_prefill_gpu
-from mstar.kernels.linear.gpu.run import run_linear
+from mstar.kernels.linear.gpu.run import run_linear, run_residual
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.ops import Ops, Packed
 from mstar.kernels.registry import GemmKey, KernelChoice, Table, row_bucket, table_for
@@ -41,6 +41,8 @@ class TritonOps(Ops):
     def __init__(self, device: torch.device, table: Table | None = None) -> None:
         """table: of kernel choices, in place of the device's own."""
         self.table = table_for(device) if table is None else table
+        # what the last linear with a residual gave, and the squares of its rows, which the norm behind it needs
+        self._squares: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._refused: set[tuple[GemmKey, KernelChoice]] = set()  # what does not fit this GPU
 
     @staticmethod
@@ -185,8 +187,12 @@ class TritonOps(Ops):
         choice = _CUBLAS if rows is None else self.table.choose(key)
         if (key, choice) in self._refused:
             choice = _CUBLAS
+        known = self._squares[1] if self._squares is not None and self._squares[0] is x else None
         try:
-            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
+            if residual is not None:
+                self._squares = run_residual(choice, x, weight.data, residual)
+                return self._squares[0]
+            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known)
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
             log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
             self._refused.add((key, choice))

@@ -22,15 +22,18 @@ def block_rows(rows: int) -> int:
     return max(16 if torch.version.hip else 8, min(MOST_ROWS, 1 << (rows - 1).bit_length()))
 
 
-@triton.jit(do_not_specialize=["rows", "n"])
+@triton.jit(do_not_specialize=["rows", "n", "known_tiles"])
 def _dot(
-    x, x_stride, weight, norm, eps, residual, residual_stride, out, scratch, counters, rows, n,
-    K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scratch, counters,
+    rows, n, known_tiles,
+    K: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
     SOON: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
+    known: None, or [known_tiles, rows] float32, whose columns add up to the squares of x's rows; KNOWN: at least
+    known_tiles, a power of two. sums: None, or where the squares of what is stored go, see `store_outputs`.
     scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output] int32 zeros, zeros again at
     the end. VECTOR: values of 16 bytes.
     SOON: the next kernel may start with this one, not only once this one has waited for those before it.
@@ -61,23 +64,35 @@ def _dot(
             tl.extra.cuda.gdc_launch_dependents()
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else acc
     if PREFETCH:
-        b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)
+        b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE, known is None)
         acc = _product(w, b, acc, UPCAST)
         if GATED:
             acc_u = _product(u, b, acc_u, UPCAST)
     for step in range(1 if PREFETCH else 0, steps):
         w = _tile(w_at, first + step, K, BLOCK_K, whole)
-        b, squares = _inputs(x_at, first + step, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE)
+        b, squares = _inputs(
+            x_at, first + step, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE, known is None
+        )
         acc = _product(w, b, acc, UPCAST)
         if GATED:
             u = _tile(u_at, first + step, K, BLOCK_K, whole)
             acc_u = _product(u, b, acc_u, UPCAST)
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps) / PRESCALE
+        if known is not None:
+            tile_of = tl.arange(0, KNOWN)[:, None]
+            part = tl.load(
+                known + tile_of * rows + lines[None, :],
+                mask=(tile_of < known_tiles) & (lines < rows)[None, :],
+                other=0.0,
+            )
+            square = tl.sum(part, 0)
+        else:
+            square = tl.sum(squares, 1)
+        scale = tl.rsqrt(square / K + eps) / PRESCALE
         acc = acc * scale[None, :]
         acc_u = acc_u * scale[None, :]
     if SPLIT_K == 1:
-        store_outputs(acc, acc_u, r, out, outputs, lines, rows, n, GATED, residual is not None)
+        store_outputs(acc, acc_u, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
     else:
         # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -91,7 +106,7 @@ def _dot(
             for split in tl.static_range(SPLIT_K):
                 # past the first cache, which other programs' stores do not reach
                 total += tl.load(part + split * part_size, cache_modifier=".cg")
-            store_outputs(total, acc_u, r, out, outputs, lines, rows, n, GATED, residual is not None)
+            store_outputs(total, acc_u, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
             tl.store(counters + tile, 0)
 
 
@@ -108,8 +123,9 @@ def _tile(at, step, K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr)
 def _inputs(
     at, step, norm, squares,
     K: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x, [ROWS, BLOCK_K], times the norm's multipliers, and the squares with the tile's added."""
+    """A tile of x, [ROWS, BLOCK_K], times the norm's multipliers, and the squares with (COUNT) the tile's added."""
     k = step * BLOCK_K + tl.arange(0, BLOCK_K)
     if WHOLE:
         b = tl.load(at + k[None, :])
@@ -117,7 +133,8 @@ def _inputs(
         b = tl.load(at + k[None, :], mask=(k < K)[None, :], other=0.0)
     if norm is not None:
         f = b.to(tl.float32)
-        squares += by_vector(f * f, VECTOR)
+        if COUNT:
+            squares += by_vector(f * f, VECTOR)
         g = tl.load(norm + k, mask=k < K, other=0.0, eviction_policy="evict_last") * PRESCALE
         b = (f * g[None, :]).to(b.dtype)
     return b, squares
@@ -132,16 +149,17 @@ def _product(w, b, acc, UPCAST: tl.constexpr):
 
 
 _CONSTANTS = (
-    "K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "VECTOR", "PRESCALE", "UPCAST", "PDL",
+    "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "VECTOR",
+    "PRESCALE", "UPCAST", "PDL",
 )  # fmt: skip
 _SIGNATURE = {
-    "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
-    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "scratch": "*fp32", "counters": "*i32",
-    "rows": "i32", "n": "i32", **dict.fromkeys(_CONSTANTS, "constexpr"),
+    "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "known": "*fp32", "eps": "fp32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scratch": "*fp32",
+    "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32", **dict.fromkeys(_CONSTANTS, "constexpr"),
 }  # fmt: skip
 _TILE = {
-    "K": 1024, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1, "SOON": 0,
-    "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False,
+    "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
+    "SOON": 0, "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False,
 }  # fmt: skip
 
 
@@ -156,8 +174,9 @@ def _case(absent: tuple[str, ...], out: str = "*bf16", **constants: object) -> A
 
 
 AOT_CASES = [
-    _case(("residual", "scratch", "counters")),
-    _case(("residual", "scratch", "counters"), GATED=True, ROWS=32, PREFETCH=0, BLOCK_K=64),
-    _case(("norm",), SPLIT_K=4),
-    _case(("norm", "residual", "scratch", "counters"), "*fp32", BLOCK_N=64),
+    _case(("residual", "known", "sums", "scratch", "counters")),
+    _case(("residual", "sums", "scratch", "counters"), KNOWN=64),
+    _case(("residual", "known", "sums", "scratch", "counters"), GATED=True, ROWS=32, PREFETCH=0, BLOCK_K=64),
+    _case(("norm", "known"), SPLIT_K=4),
+    _case(("norm", "known", "residual", "sums", "scratch", "counters"), "*fp32", BLOCK_N=64),
 ]

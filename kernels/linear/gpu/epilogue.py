@@ -34,16 +34,23 @@ def residual_tile(residual, stride, outputs, lines, rows, n):
 
 @triton.jit
 def store_outputs(
-    y, up, r, out, outputs, lines, rows, n, GATED: tl.constexpr, ADD: tl.constexpr
+    y, up, r, out, sums, outputs, lines, rows, n, GATED: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
-    """Stores y, [outputs, lines] float32, as out[lines, outputs]: gate of `up`, or added to r, if so."""
+    """Stores y, [outputs, lines] float32, as out[lines, outputs]: gate of `up`, or added to r, if so.
+
+    sums: None, or [tiles of outputs, rows] float32, receives each row's squares of what this tile stored.
+    """
     if GATED:
         y = gated_value(y, up, out.dtype.element_ty)
     if ADD:
         y = rounded(y, out.dtype.element_ty) + r.to(tl.float32)
     inside = (outputs < n)[:, None] & (lines < rows)[None, :]
     at = out + lines.to(tl.int64)[None, :] * n + outputs[:, None]
-    tl.store(at, y.to(out.dtype.element_ty), mask=inside)
+    y = y.to(out.dtype.element_ty)
+    tl.store(at, y, mask=inside)
+    if sums is not None:
+        f = tl.where(inside, y.to(tl.float32), 0.0)
+        tl.store(sums + tl.program_id(0) * rows + lines, tl.sum(f * f, 0), mask=lines < rows)
 
 
 def silu_gated(both: torch.Tensor) -> torch.Tensor:

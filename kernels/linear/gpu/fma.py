@@ -17,7 +17,7 @@ MOST_ROWS = 8
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def _fma(
-    x, x_stride, weight, norm, eps, residual, residual_stride, out, rows, n,
+    x, x_stride, weight, norm, eps, residual, residual_stride, out, sums, rows, n,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, SOON: tl.constexpr,
     PDL: tl.constexpr,
@@ -25,6 +25,7 @@ def _fma(
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     ROWS: rows, or more, up to 8. VECTOR: values of 16 bytes. UNROLL: tiles of k are written out, not a loop.
+    sums: None, or where the squares of what is stored go, see `store_outputs`.
     SOON: the next kernel may start with this one, not only once this one has waited for those before it.
     """
     if PDL and SOON:
@@ -79,7 +80,7 @@ def _fma(
         scale = tl.rsqrt(tl.sum(_stacked(squares, ROWS), 1) / K + eps)
         y = y * scale
         up = up * scale
-    store_outputs(y, up, r, out, outputs, lines, rows, n, GATED, residual is not None)
+    store_outputs(y, up, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
 
 
 @triton.jit
@@ -179,7 +180,7 @@ def _add(acc, values, w, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
-    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "rows": "i32", "n": "i32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "rows": "i32", "n": "i32",
     **dict.fromkeys(
         ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "PDL"), "constexpr"
     ),
@@ -188,8 +189,8 @@ _TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0}
 AOT_CASES = [
     AotCase(
         _fma,
-        _SIGNATURE | {"residual": "constexpr"},
-        _TILE | {"residual": None, "GATED": True, "ROWS": 1, "BLOCK_K": 1024, "UNROLL": 1},
+        _SIGNATURE | {"residual": "constexpr", "sums": "constexpr"},
+        _TILE | {"residual": None, "sums": None, "GATED": True, "ROWS": 1, "BLOCK_K": 1024, "UNROLL": 1},
         pdl=True,
     ),
     AotCase(
@@ -201,8 +202,8 @@ AOT_CASES = [
     ),
     AotCase(
         _fma,
-        _SIGNATURE | {"norm": "constexpr", "residual": "constexpr", "out": "*fp32"},
-        _TILE | {"norm": None, "residual": None, "ROWS": 2, "BLOCK_K": 512, "UNROLL": 1},
+        _SIGNATURE | {"norm": "constexpr", "residual": "constexpr", "sums": "constexpr", "out": "*fp32"},
+        _TILE | {"norm": None, "residual": None, "sums": None, "ROWS": 2, "BLOCK_K": 512, "UNROLL": 1},
         num_warps=2,
         pdl=True,
     ),

@@ -55,12 +55,15 @@ def run_linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`mstar.kernels.linear.linear`, or `gated_linear` under kind "gated", as `choice` says.
 
     choice: of `candidates`; above 64 rows every choice is "cublas". kind: one of registry.KINDS.
     x: [rows, k], rows may lie apart; weight: [n, k] or, gated, [2 * n, k], contiguous; norm: [k] float32, with any
-    kind; residual: [rows, n], of kind "residual". Returns [rows, n] in x's dtype, float32 under kind "f32".
+    kind; residual: [rows, n], of kind "residual"; known: [tiles, rows] float32 whose columns add up to the squares
+    of x's rows (`run_residual`), for a norm that need not count them again. Returns [rows, n] in x's dtype, float32
+    under kind "f32".
 
     Roundings are the reference's, but that a skinny kernel scales by 1/rms after the product: "fma" never rounds
     norm(x), "dot" rounds x * norm. With NORM_FIRST, a norm kernel runs before, and norm(x) is
@@ -80,7 +83,25 @@ def run_linear(
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
         if norm is not None:
             x, norm = rms_norm_rows(x, norm, eps), None
-    return skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual).start()
+    call = skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual, known=known)
+    return call.start()
+
+
+def run_residual(
+    choice: KernelChoice, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`run_linear` of kind "residual", and the squares of the result's rows for the norm that reads it.
+
+    Returns out [rows, n], and [tiles, rows] float32 whose columns add up to the squares of out's rows; None where
+    the choice does not count them.
+    """
+    _check(x, weight, "residual", None, residual)
+    rows = x.shape[0]
+    if choice.kernel == "cublas" or rows > dot.MOST_ROWS or rows == 0 or x.stride(1) != 1:
+        return run_linear(choice, x, weight, kind="residual", residual=residual), None
+    tiles = triton.cdiv(weight.shape[0], dict(choice.params)["BLOCK_N"])
+    sums = torch.empty(tiles, rows, dtype=torch.float32, device=x.device)
+    return skinny_call(choice, x, weight, kind="residual", residual=residual, sums=sums).start(), sums
 
 
 def skinny_call(
@@ -92,10 +113,13 @@ def skinny_call(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    known: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Call:
     """The launch of a skinny kernel; arguments as of `run_linear`.
 
+    sums: [tiles of outputs, rows] float32, receives the squares of what is stored (`run_residual`).
     out: [rows, n] contiguous, made here if None. NORM_FIRST is not known here: x is what the kernel reads.
     """
     rows, k = x.shape
@@ -111,6 +135,7 @@ def skinny_call(
         "residual": residual if kind == "residual" else None,
         "residual_stride": residual.stride(0) if kind == "residual" and residual is not None else 0,
         "out": out,
+        "sums": sums,
         "rows": rows,
         "n": n,
         "K": k,
@@ -137,6 +162,9 @@ def skinny_call(
         "VECTOR": 16 // x.element_size(),
         "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if split > 1 else None,
         "counters": _counters(x.device, grid[0] * grid[2]) if split > 1 else None,
+        "known": known if norm is not None else None,
+        "known_tiles": 1 if known is None else known.shape[0],
+        "KNOWN": 1 if known is None or norm is None else triton.next_power_of_2(known.shape[0]),
         "PRESCALE": 1 / 16 if x.dtype == torch.float16 else 1.0,  # 16: more than a norm's multiplier is
         "UPCAST": interpreted(),
     }

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.linear.gpu.candidates import CUBLAS, candidates, default, launches
-from mstar.kernels.linear.gpu.run import _counters, run_linear, skinny_call
+from mstar.kernels.linear.gpu.run import _counters, run_linear, run_residual, skinny_call
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 
 EPS = 1e-6
@@ -213,3 +213,29 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert params["SPLIT_K"] == 1 or key.kind not in ("norm", "gated")
         rows = params["BLOCK_N"] * (2 if key.kind == "gated" else 1) + max(8, key.rows)
         assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
+
+
+@pytest.mark.parametrize("name", ["fma", "dot", "dot-split"])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_squares_of_a_residual_serve_the_norm_behind_it(device, name, rows):
+    given = arguments("residual", rows, 205, 141, torch.bfloat16, device)
+    out, squares = run_residual(NAMES[name], given["x"], given["weight"], given["residual"])
+    assert torch.equal(out.float(), run_linear(NAMES[name], kind="residual", **given).float())
+    assert squares is not None and squares.shape[1] == rows
+    want = out.double().square().sum(1)
+    assert relative(squares.sum(0), want) < 1e-6
+    for kind in ("norm", "gated"):
+        behind = arguments(kind, rows, 19, 205, torch.bfloat16, device) | {"x": out}
+        counted = run_linear(DOT, kind=kind, **behind)
+        got = run_linear(DOT, kind=kind, known=squares, **behind)
+        assert relative(got, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
+        assert relative(got, counted) < BOUNDS[kind][torch.bfloat16]
+        # they are what is used: twice the squares is a norm larger by the root of two
+        doubled = run_linear(DOT, kind=kind, known=2 * squares, **behind)
+        assert relative(doubled, got) > 0.1
+
+
+def test_cublas_counts_no_squares(device):
+    given = arguments("residual", 3, 37, 205, torch.float32, device)
+    out, squares = run_residual(CUBLAS, given["x"], given["weight"], given["residual"])
+    assert squares is None and relative(out, exact("residual", **given)) < 1e-6
