@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from mstar.daemon import reports
@@ -71,6 +72,7 @@ class Server:
         self.line_face: LineFace | None = None
         self.metrics_server: MetricsServer | None = None
         self._stdio: StdioPeer | None = None
+        self._tracing = False  # a profile is taken
         self._tasks: set[asyncio.Task[None]] = set()
         self._load: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -239,12 +241,22 @@ class Server:
         model = self.host.model
         if model is None:
             raise ProtocolError("no_model", "no model is loaded")
+        if request.trace_steps and self._tracing:
+            raise ProtocolError(
+                "busy", "steps are profiled already: ask again when that is over", retryable=True
+            )
+        self._tracing |= bool(request.trace_steps)
 
         async def stats() -> Event:
-            engine = await model.mesh.query_stats(
-                _TRACE_LIMIT_S if request.trace_steps else _STATS_LIMIT_S, request.trace_steps
-            )
-            return reports.stats_event(engine, self.registry, request.id)
+            try:
+                limit_s = _TRACE_LIMIT_S if request.trace_steps else _STATS_LIMIT_S
+                engine = await model.mesh.query_stats(limit_s, request.trace_steps)
+            finally:
+                self._tracing &= not request.trace_steps
+            event = reports.stats_event(engine, self.registry, request.id)
+            if event.trace is not None and peer.gone:
+                Path(event.trace).unlink(missing_ok=True)  # nobody will fetch it
+            return event
 
         self._answer(peer, request, stats())
 

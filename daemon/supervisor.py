@@ -326,7 +326,8 @@ class Mesh:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         for answer in self._queries.values():
-            answer.cancel()
+            if not answer.done():  # with what is known: the ranks say nothing more
+                answer.set_exception(TimeoutError("the mesh has ended"))
         self._reader.close()
         try:
             exits = [state.process.wait() for state in self.ranks]

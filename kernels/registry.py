@@ -26,7 +26,12 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 # In names, gated says that gate and up are one weight: `gated1-`.
 _PREFIXES = {kind: "gated1" if kind == "gated" else kind for kind in KINDS}
-_NAME = re.compile(rf"({'|'.join(_PREFIXES.values())})-r(\d+)-n(\d+)-k(\d+)-({'|'.join(DTYPES)})")
+_NAME = re.compile(
+    rf"({'|'.join(_PREFIXES.values())})-r([1-9]\d*)-n([1-9]\d*)-k([1-9]\d*)-({'|'.join(DTYPES)})", re.ASCII
+)
+# Parameters that a launch may have or not, and those that Triton wants as powers of two.
+OPTIONAL = frozenset({"NORM_FIRST", "SOON"})
+SIZES = frozenset({"BLOCK_N", "BLOCK_K", "num_warps"})
 _MAKERS = re.compile(r"nvidia|amd|instinct|geforce|radeon|graphics")
 
 
@@ -176,7 +181,7 @@ def read_table(path: Path, running: Mapping[str, str], defaults: Linears) -> Tab
     try:
         written = json.loads(text)
         tuned, entries = dict(written["stack"]), dict(written["entries"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return Table(defaults, notes=(f"{where}: not a table ({error!r}), so defaults run",))
     if tuned != dict(running):
         note = f"{where}: tuned on {_versions(tuned)}, and this is {_versions(running)}, so defaults run"
@@ -187,7 +192,7 @@ def read_table(path: Path, running: Mapping[str, str], defaults: Linears) -> Tab
         try:
             key = GemmKey.parse(name)
             choices[key] = _read_choice(key, entry, defaults)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"not an entry ({error!r})"
             refused.setdefault(reason, []).append(name)
     return Table(defaults, choices, tuple(_note(where, reason, names) for reason, names in refused.items()))
@@ -201,11 +206,24 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
     candidate = entry["candidates"][chosen]
     if "error" in candidate:
         raise ValueError(f"the choice {chosen!r} failed when it was measured")
-    params = {str(param): int(value) for param, value in candidate["params"].items()}
+    params = {str(param): value for param, value in candidate["params"].items()}
     choice = KernelChoice(str(candidate["kernel"]), tuple(sorted(params.items())))
-    known = {defaults.default(key).kernel, *(other.kernel for other in defaults.candidates(key))}
-    if choice.kernel not in known:
+    alike = [defaults.default(key), *defaults.candidates(key)]
+    names = {param for other in alike if other.kernel == choice.kernel for param, _ in other.params}
+    if choice.kernel not in {other.kernel for other in alike}:
         raise ValueError(f"no kernel {choice.kernel!r} here for such a size")
+    wrong = sorted(param for param, value in params.items() if type(value) is not int or value < 0)
+    if wrong or not names - OPTIONAL <= set(params) <= names | OPTIONAL:
+        raise ValueError(f"not the parameters of {choice.kernel!r}: {', '.join(wrong) or sorted(params)}")
+    if params.get("SPLIT_K", 1) < 1:
+        raise ValueError("k is split into one part at least")
+    if params.get("SPLIT_K", 1) > 1 and key.kind in ("norm", "gated"):
+        raise ValueError("k is not split where a norm or a gate follows the product")
+    odd = sorted(
+        param for param in SIZES & set(params) if params[param] < 1 or params[param] & (params[param] - 1)
+    )
+    if odd:
+        raise ValueError(f"not powers of two: {', '.join(odd)}")
     return choice
 
 
@@ -215,4 +233,5 @@ def _note(where: str, reason: str, names: list[str]) -> str:
 
 
 def _versions(stack: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in sorted(stack.items())) or "an unknown stack"
+    named = sorted((str(name), str(version)) for name, version in stack.items())
+    return ", ".join(f"{name} {version}" for name, version in named) or "an unknown stack"

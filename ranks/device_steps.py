@@ -132,7 +132,9 @@ class DeviceSteps:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether this runs the plan; nobody of it may need more than a draw."""
-        if plan.draft_most or plan.decode_counts or len(plan.decode_slots) > self._most:
+        # a chunk that the head follows needs all of its rows' hiddens, final or not: a hole would be attended for ever
+        follows = bool(plan.draft_most) or any(chunk.head for chunk in plan.chunks)
+        if follows or plan.decode_counts or len(plan.decode_slots) > self._most:
             return False
         slots = [chunk.slot for chunk in plan.chunks if chunk.final] + plan.decode_slots
         return self._sampler.draws_on_device(slots, self._model.ops.filters)

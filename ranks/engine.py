@@ -34,7 +34,7 @@ class Engine:
         self._scheduler = scheduler
         self._leader = leader
         self._emit = emit
-        self._flights: deque[tuple[StepPlan, InFlight]] = deque()  # oldest first
+        self._flights: deque[tuple[StepPlan, InFlight, Trace | None]] = deque()  # oldest first
         self._phases = Phases()
         self._trace: Trace | None = None
 
@@ -78,10 +78,10 @@ class Engine:
             self._emit(refused)
         if plan is not None:
             phases.add("plan", time.perf_counter() - begun)
-            if self._trace is not None:
-                self._trace.before_step()
+            if self._trace is not None and not self._trace.before_step():
+                self._end_trace()
             with phases.timed("launch"):
-                self._flights.append((plan, self._leader.launch(plan)))
+                self._flights.append((plan, self._leader.launch(plan), self._trace))
         ahead = 0 if plan is None else self._leader.steps_ahead
         collected = bool(scheduler.failed)
         while self._flights and (len(self._flights) > ahead or self._flights[0][1].done):
@@ -89,7 +89,7 @@ class Engine:
             collected = True
         return plan is not None or collected
 
-    def _collect(self, plan: StepPlan, flight: InFlight) -> None:
+    def _collect(self, plan: StepPlan, flight: InFlight, trace: Trace | None) -> None:
         with self._phases.timed("wait"):
             drawn = flight.wait()
         for phase, seconds in flight.device_times():
@@ -98,7 +98,7 @@ class Engine:
             runs = self._scheduler.commit(plan, drawn)
             if runs:
                 self._emit(Tokens(runs, at=time.monotonic()))
-        if self._trace is not None and self._trace.after_step():
+        if trace is not None and trace is self._trace and trace.after_step():
             self._end_trace()
 
     def _query(self, command: QueryStats) -> None:

@@ -22,14 +22,17 @@ class Trace:
         self._until = time.monotonic() + ARMED_S
         self._profile: profile | None = None
 
-    def before_step(self) -> None:
-        """Begins with the first one."""
+    def before_step(self) -> bool:
+        """Begins with the first one; False where that came too late."""
         if self._profile is None:
+            if self.expired:
+                return False
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities)
             self._profile.start()
+        return True
 
     def after_step(self) -> bool:
         """Counts a step; True when it is to be ended."""
@@ -41,12 +44,18 @@ class Trace:
         return time.monotonic() >= self._until
 
     def end(self) -> bool:
-        """Writes what there is; False where no step came."""
+        """Writes what there is; False where no step came, or nobody wants it: then the empty file is gone."""
         if self._profile is None:
             return False
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._profile.stop()
-        self._profile.export_chrome_trace(str(self.path))
-        self._profile = None
-        return True
+        profiled, self._profile = self._profile, None
+        if not self.path.exists():
+            return False
+        profiled.export_chrome_trace(str(self.path))  # in another file's place, which anyone could read
+        try:
+            self.path.chmod(0o600)
+            return self.path.stat().st_size > 0
+        except OSError:  # the exporter says in a log that it could not
+            return False

@@ -50,7 +50,7 @@ def _parse_arm(name: str) -> Arm:
     kind, digits = name[:3], name[3:]
     if name == PLAIN.name:
         return PLAIN
-    if kind in ("mtp", "off") and digits.isdecimal() and 1 <= int(digits) <= MOST_DRAFTS:
+    if kind in ("mtp", "off") and digits in map(str, range(1, MOST_DRAFTS + 1)):
         return Arm(int(digits), declined=kind == "off")
     raise ArmError(
         f"{name!r} is no arm: give plain, mtp1 to mtp{MOST_DRAFTS}, or off1 to off{MOST_DRAFTS} "

@@ -92,7 +92,7 @@ def write_choices(path: Path, found: dict[GemmKey, tuple[KernelChoice, dict[str,
                 "params": dict(choice.params),
                 "us": [],
             }  # not measured by itself
-            entry["candidates"].setdefault(choice.name, alone)
+            entry["candidates"].setdefault(choice.name, alone).pop("error", None)
             entry["choice"] = choice.name
             moved += 1
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

@@ -20,7 +20,7 @@ KEY = GemmKey("norm", 4, 8224, 1024, "bf16")
 GATED = GemmKey("gated", 1, 3584, 1024, "bf16")
 CUBLAS = KernelChoice("cublas")
 FMA = KernelChoice("fma", (("BLOCK_K", 256), ("BLOCK_N", 16)))
-DOT = KernelChoice("dot", (("BLOCK_N", 32), ("SPLIT_K", 2)))
+DOT = KernelChoice("dot", (("BLOCK_N", 32), ("SPLIT_K", 1)))
 MANY = [KernelChoice("fma", (("BLOCK_N", 1 << i),)) for i in range(8)]
 
 
@@ -39,7 +39,7 @@ class FakeLinears:
     def launches(self, choice: KernelChoice, key: GemmKey) -> int:
         if choice == CUBLAS:
             return {"norm": 2, "gated": 3, "residual": 2}.get(key.kind, 1)
-        return 2 if ("SPLIT_K", 2) in choice.params else 1
+        return 2 if ("SPLIT_K", 1) in choice.params else 1
 
 
 class FakeRig:
@@ -191,8 +191,20 @@ def test_an_unknown_kernel_is_refused_and_the_other_entries_stand(tmp_path):
         (lambda entry: entry.update(choice="mistyped"), "'mistyped' is not among the candidates"),
         (lambda entry: entry.update(choice=DOT.name), "failed when it was measured"),
         (lambda entry: entry.pop("choice"), "not an entry"),
+        (
+            lambda entry: entry["candidates"][FMA.name].update(params={"BLOCK_K": 256, "BLOCK_N": 3}),
+            "not powers of two",
+        ),
+        (
+            lambda entry: entry["candidates"][FMA.name].update(params={"BLOCK_N": 8, "K": 16}),
+            "not the parameters",
+        ),
+        (
+            lambda entry: entry["candidates"][FMA.name].update(params={"BLOCK_N": float("inf")}),
+            "not the parameters",
+        ),
         (lambda entry: entry.update(candidates=[FMA.name]), "not an entry"),
-        (lambda entry: entry["candidates"][FMA.name].update(params={"BLOCK_N": "x"}), "invalid literal"),
+        (lambda entry: entry["candidates"][FMA.name].update(params={"BLOCK_N": "x"}), "not the parameters"),
     ],
 )
 def test_a_broken_entry_is_refused_by_name(tmp_path, change, said):

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from tests.support.engines import tiny
+from mstar.ranks.device_steps import Launched
+from tests.support.engines import checking, expected, tiny
 
 QUESTIONS = ["What is 12 + 30?", "Name three colours.", "Explain rainbows.", "Hi", "Sort 9, 4, 7."]
 
@@ -80,3 +81,40 @@ def test_an_abort_drops_what_is_under_way_and_its_slot_is_used_again():
     assert bench.tokens()[1] == alone.run()[1]
     assert len(bench.tokens()[0]) < 50
     assert torch.equal(bench.executor.ahead[0], torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("length", [64, 65, 130, 200])
+def test_a_prompt_in_chunks_leaves_no_hole_in_the_heads_kv(length):
+    """A chunk that is not the last has drafts to follow, too: the model checks the head's KV at every pass."""
+    bench = checking(ahead=True, drafts=3, prefill_budget=64)
+    prompt = [(7 * place) % 97 for place in range(length)]
+    bench.submit(0, prompt, max_tokens=20)
+    assert bench.run()[0] == expected(prompt, 20)
+
+
+def test_a_chunk_that_the_head_follows_beside_plain_decoding():
+    bench = checking(ahead=True, drafts=3, mixed_budget=64)
+    bench.submit(0, [1, 2, 3], max_tokens=40, spec_k=0)
+    bench.engine.step()
+    prompt = [(5 * place) % 97 for place in range(100)]
+    bench.submit(1, prompt, max_tokens=20)
+    tokens = bench.run()
+    assert tokens == {0: expected([1, 2, 3], 40), 1: expected(prompt, 20)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_come_back_late_give_what_waiting_ones_do(seed, monkeypatch):
+    """On a CPU a step is done when it was launched; here some are not, as on a device."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(Launched, "done", property(lambda _: rng.random() < 0.4))
+    bench = checking(ahead=True, drafts=seed % 2 * 3, kv_blocks=(16, 40)[seed // 2], max_num_seqs=4)
+    wanted = {}
+    for index in range(10):
+        prompt = [rng.randrange(97) for _ in range(rng.choice((1, 2, 16, 33, 65, 100)))]
+        count = rng.choice((1, 2, 17, 40))
+        sampling = {} if index % 3 else {"logprobs": 1}
+        bench.submit(index, prompt, max_tokens=count, **sampling)
+        wanted[index] = expected(prompt, count)
+    assert bench.run() == wanted
+    scheduler = bench.scheduler
+    assert scheduler.slots.free == scheduler.slots.total and scheduler.blocks.free == scheduler.blocks.total

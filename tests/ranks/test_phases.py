@@ -32,6 +32,7 @@ def test_every_step_is_in_the_phases():
 
 def test_a_trace_is_answered_when_its_file_is_there(tmp_path):
     bench, path = checking(), tmp_path / "trace.json"
+    path.touch()  # as the daemon makes it
     bench.submit(0, prompts(1)[0], max_tokens=10)
     bench.engine.step()
     bench.engine.handle(QueryStats(7, str(path), 3))
@@ -40,6 +41,16 @@ def test_a_trace_is_answered_when_its_file_is_there(tmp_path):
     (stats,) = [event for event in bench.events if isinstance(event, EngineStats)]
     assert (stats.query_id, stats.trace_path) == (7, str(path))
     assert json.loads(path.read_text())["traceEvents"]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_trace_whose_file_is_gone_is_not_written(tmp_path):
+    bench, path = checking(), tmp_path / "trace.json"
+    bench.submit(0, prompts(1)[0], max_tokens=10)
+    bench.engine.handle(QueryStats(7, str(path), 3))
+    bench.run()
+    (stats,) = [event for event in bench.events if isinstance(event, EngineStats)]
+    assert stats.trace_path == "" and not path.exists()
 
 
 def test_a_trace_without_steps_is_given_up_and_another_may_follow(tmp_path, monkeypatch):
@@ -51,4 +62,5 @@ def test_a_trace_without_steps_is_given_up_and_another_may_follow(tmp_path, monk
     assert answered == [(1, "")]
     bench.submit(0, prompts(1)[0], max_tokens=4)
     bench.run()
-    assert (tmp_path / "b.json").exists()
+    answered = [(e.query_id, e.trace_path) for e in bench.events if isinstance(e, EngineStats)]
+    assert answered == [(1, ""), (2, "")], "the steps came too late for the second one, too"

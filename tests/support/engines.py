@@ -14,7 +14,9 @@ from mstar.arch.caches import AttentionCache, GdnCache, LayerCache, allocate_cac
 from mstar.arch.head import MtpHead
 from mstar.arch.inputs import DecodeInputs, PrefillInputs
 from mstar.arch.trunk import Trunk
+from mstar.kernels.ops import Ops
 from mstar.kernels.rows import Rows
+from mstar.kernels.step import StepRegisters
 from mstar.loader import read_config, resolve
 from mstar.loader.checkpoint import load_shard
 from mstar.loader.config import ModelConfig
@@ -61,6 +63,7 @@ class CheckingModel:
     """
 
     def __init__(self, blocks: int, slots: int) -> None:
+        self.ops = Ops()
         self.kv = torch.full((blocks, BLOCK_SIZE), -1, dtype=torch.int64)
         self.state = [12345] * slots  # never cleared by anyone but a sequence's start
         self.window: list[list[int]] = [[] for _ in range(slots)]
@@ -119,6 +122,21 @@ class CheckingModel:
             assert self._read(table, length + count - 1) == state
         assert row == len(tokens)
         return torch.tensor(hidden, dtype=torch.float64).unsqueeze(1)
+
+    def step(
+        self, slots: torch.Tensor, registers: StepRegisters, table: torch.Tensor, caches: list[LayerCache]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`decode` from registers, as `mstar.arch.trunk.Trunk.step`."""
+        index = slots.long()
+        starts = registers.lengths[index].long()
+        inputs = DecodeInputs(
+            token_ids=registers.ahead[index, 0],
+            seq_lens=registers.lengths[index] + 1,
+            slots=slots,
+            block_tables=table.index_select(0, index),
+            pending=None if registers.pending is None else registers.pending[index],
+        )
+        return self.decode(inputs, caches), starts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return -(torch.arange(VOCAB) - hidden % VOCAB).abs().float()
@@ -268,14 +286,14 @@ class Bench:
         return stats
 
 
-def checking(wrong_of: int = 4, **changes: Any) -> Bench:
-    """A bench of the checking model, and with `drafts` of the checking head."""
+def checking(wrong_of: int = 4, ahead: bool = False, **changes: Any) -> Bench:
+    """A bench of the checking model, and with `drafts` of the checking head; ahead: as `Tiny.bench` has it."""
     fields = {"max_seq": 300, "max_num_seqs": 6, "kv_blocks": 200, "prefill_budget": 128, "mixed_budget": 64}
     limits = Limits(**(fields | changes))
     model = CheckingModel(limits.kv_blocks + 1, limits.max_num_seqs + 1)
     none = torch.empty(0)
     chain = Chain(CheckingHead(model, wrong_of), AttentionCache(none, none), CPU) if limits.drafts else None
-    return Bench(limits, model, [], VOCAB, chain)
+    return Bench(limits, model, [], VOCAB, chain, ahead)
 
 
 def prompts(count: int, longest: int = 200) -> list[list[int]]:

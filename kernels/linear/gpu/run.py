@@ -127,6 +127,8 @@ def skinny_call(
     if out is None:
         out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     arguments = {
+        "SOON": 0,
+        **dict(choice.params),
         "x": x,
         "x_stride": x.stride(0),
         "weight": weight,
@@ -140,8 +142,6 @@ def skinny_call(
         "n": n,
         "K": k,
         "GATED": kind == "gated",
-        "SOON": 0,
-        **dict(choice.params),
         **launch_options(x.device),
     }
     if choice.kernel == "fma":
