@@ -190,11 +190,18 @@ def status(client: Client, as_json: bool) -> None:
 @click.option("--steps", type=click.IntRange(1, 1000), default=20, show_default=True, help="Of the profile.")
 def stats(client: Client, as_json: bool, phases: bool, trace: Path | None, steps: int) -> None:
     """Tell the counters since load. A trace opens in Perfetto; the daemon must be serving while it is taken."""
+    if trace is not None:
+        if not os.access(trace.parent, os.W_OK):
+            raise click.UsageError(f"--trace: {trace.parent} is not there, or not to be written to")
+        click.echo(f"waiting for {steps} steps, up to 90 s; send requests meanwhile", err=True)
     event = client.stats(steps if trace is not None else 0)
     if trace is not None:
         if event.trace is None:
             raise click.ClickException("no profile: too few steps came; send requests while it is taken")
-        shutil.move(event.trace, trace)
+        try:
+            shutil.move(event.trace, trace)
+        except OSError as error:
+            raise click.ClickException(f"the profile stays in {event.trace}: {error}") from error
         click.echo(f"{trace}: {steps} steps", err=True)
         event.trace = str(trace)
     if phases and not as_json:
@@ -206,7 +213,7 @@ def stats(client: Client, as_json: bool, phases: bool, trace: Path | None, steps
         return
     data = json.loads(codec.encode_json(event))
     for name, value in data.items():
-        if name not in ("type", "id"):
+        if name not in ("type", "id", "phases", "trace"):
             shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
             click.echo(f"{name:<12} {shown if shown != '' else '-'}")
 

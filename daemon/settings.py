@@ -124,6 +124,8 @@ def _check_addresses(settings: Settings) -> None:
             parse_address(text)
         except AddressError as error:
             raise SettingsError(f"--{flag} {error}") from error
+    if settings.bind == settings.line == "off" and not settings.stdio:
+        raise SettingsError("nobody could reach this daemon: give --bind, --line or --stdio")
     if settings.bind != "off" and settings.bind.startswith("unix:"):
         raise SettingsError(f"--bind {settings.bind!r}: ZeroMQ's Unix sockets are written ipc://PATH")
     if settings.line != "off" and settings.line.startswith("ipc:"):

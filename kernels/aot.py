@@ -73,20 +73,21 @@ def main(targets: tuple[str, ...]) -> None:
     """Compiles every kernel for the targets; fails with what did not compile."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise click.ClickException("TRITON_INTERPRET is set: nothing would be compiled")
-    failures = 0
-    compiled = 0
+    cases: list[tuple[str, AotCase]] = []
     for name in kernel_modules():
-        cases: list[AotCase] = getattr(importlib.import_module(name), "AOT_CASES", [])
-        for case in cases:
-            for target in targets or TARGETS:
-                try:
-                    compile_case(case, target)
-                    compiled += 1
-                except Exception as error:
-                    failures += 1
-                    click.echo(f"{name}: {case.kernel.__name__} for {target}: {error}", err=True)
-    click.echo(f"{compiled} compiled, {failures} failed")
-    if failures or not compiled:
+        cases += [(name, case) for case in getattr(importlib.import_module(name), "AOT_CASES", [])]
+    failures = 0
+    for target in targets or TARGETS:
+        click.echo(f"{target}: {len(cases)} to compile, a minute or more")
+        before = failures
+        for name, case in cases:
+            try:
+                compile_case(case, target)
+            except Exception as error:
+                failures += 1
+                click.echo(f"{name}: {case.kernel.__name__} for {target}: {error}", err=True)
+        click.echo(f"{target}: {len(cases) - failures + before} compiled, {failures - before} failed")
+    if failures or not cases:
         raise SystemExit(1)
 
 

@@ -15,6 +15,7 @@ from mstar.arch.trunk import Trunk
 from mstar.kernels.native import set_threads
 from mstar.loader.checkpoint import TORCH_DTYPES, load_shard
 from mstar.loader.config import ModelConfig, read_config
+from mstar.loader.errors import LoadError
 from mstar.loader.head import load_head, load_vocab
 from mstar.loader.recipe import read_recipe
 from mstar.ranks.cache import BLOCK_SIZE
@@ -144,6 +145,14 @@ def rank_device(spec: LoadSpec, rank: int) -> torch.device:
     """A rank's own GPU, or one that it shares where there are fewer than ranks."""
     if spec.device == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.device_count():
+        build = (
+            "a CPU build"
+            if torch.version.cuda is None and torch.version.hip is None
+            else "no driver or no card"
+        )
+        message = f"torch {torch.__version__} sees no GPU here ({build}): start the daemon with --device cpu"
+        raise LoadError("unsupported", message, "device")
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 # A trace whose steps do not come is given up.
 ARMED_S = 60.0
@@ -27,11 +27,10 @@ class Trace:
         if self._profile is None:
             if self.expired:
                 return False
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities)
-            self._profile.start()
+            # what torch.profiler is made of: that one imports a compiler at its start, for seconds, in the step loop
+            device = "cuda" if torch.cuda.is_available() else None
+            self._profile = profile(use_device=device, use_kineto=True)
+            self._profile.__enter__()
         return True
 
     def after_step(self) -> bool:
@@ -49,7 +48,7 @@ class Trace:
             return False
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._profile.stop()
+        self._profile.__exit__(None, None, None)
         profiled, self._profile = self._profile, None
         if not self.path.exists():
             return False

@@ -132,3 +132,9 @@ def test_a_file_is_never_taken_for_a_socket(tmp_path) -> None:
 
 def test_cpu_is_cpu_whatever_torch_was_built_for() -> None:
     assert detect_platform("cpu") == "cpu"
+
+
+def test_a_daemon_that_nobody_could_reach_is_refused():
+    with pytest.raises(SettingsError, match="--bind, --line or --stdio"):
+        load_settings({"bind": "off", "line": "off"})
+    load_settings({"stdio": True})

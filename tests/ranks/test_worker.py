@@ -7,8 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from mstar.loader.errors import LoadError
 from mstar.ranks import messages as m
+from mstar.ranks.shard import rank_device
 from tests.ranks.mesh import WAIT_S, Mesh
 
 PROMPTS = {1: [5], 2: list(range(100, 165)), 3: [7, 8, 9] * 50, 4: [11, 12]}
@@ -99,3 +102,10 @@ def test_context_that_does_not_fit_the_memory_is_refused_with_what_to_change() -
         assert failed.error_class == "out_of_memory"
         assert "max_num_seqs" in failed.message and "memory_fraction" in failed.message
         assert mesh.ranks[0].wait(WAIT_S) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: asking for one is no error")
+def test_a_load_on_a_gpu_that_is_not_there_says_so():
+    spec = m.LoadSpec("m", 1, "cuda", "bf16", 64, 1, 0.9, {}, 1, "")
+    with pytest.raises(LoadError, match="sees no GPU"):
+        rank_device(spec, 0)
