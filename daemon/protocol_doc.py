@@ -105,7 +105,7 @@ ERROR_CLASSES = {
     "unsupported": "Known, but not built, or not possible with this model or device",
     "context_length": "The prompt does not fit the context",
     "overloaded": "A queue is full, or the client does not read",
-    "no_model": "Nothing is loaded, or the model cannot be found",
+    "no_model": "Nothing is loaded",
     "busy": "Something else has to end first: a load, the loaded model, running requests",
     "rank_lost": "A rank died or stopped answering",
     "out_of_memory": "The device's memory does not suffice",

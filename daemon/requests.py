@@ -156,7 +156,7 @@ class Load(Strict):
     )
     tp: int | None = Field(default=None, ge=1, le=1024, description="Ranks; null is the daemon's `--tp`")
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        default="auto", description="Number format of weights"
+        default="auto", description="Number format of weights; without it the daemon's `--dtype`"
     )
     max_seq: int | None = Field(
         default=None,
@@ -164,13 +164,17 @@ class Load(Strict):
         le=INT32_MAX,
         description="Longest sequence (prompt and output), tokens; null is the config's, at most 65,536",
     )
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Requests that run at once")
+    max_num_seqs: int = Field(
+        default=64, ge=1, le=4096, description="Requests that run at once; without it the daemon's"
+    )
     kv_dtype: Annotated[
         Literal["auto", "bf16", "q8"],
         _refuse("q8", "quantised KV is not built yet; use auto or bf16"),
         Field(description="Number format of the KV cache; `q8` is refused until it exists"),
     ] = "auto"
-    memory_fraction: float = Field(default=0.9, gt=0, le=1, description="Share of the device's memory to use")
+    memory_fraction: float = Field(
+        default=0.9, gt=0, le=1, description="Share of the device's memory; without it the daemon's"
+    )
     spec: LoadSpecFields = Field(default=LoadSpecFields(), description="Speculative decoding")
     overrides: Annotated[dict[str, Any], AfterValidator(_json_values)] = Field(
         default={}, description="Config fields to replace"
