@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mstar.kernels.gdn.rings import ring_rows
 from mstar.loader.config import ModelConfig
 
 # Slot 0 and block 0 are sinks: padding rows read and write them, no request owns them.
@@ -55,11 +56,6 @@ class CacheSizes:
     slot_bytes: int
 
 
-def ring_rows(width: int, drafts: int) -> int:
-    """Positions that a step may read or write: the conv's taps, accepted drafts, the new token and its drafts."""
-    return 1 << (2 * drafts + width - 1).bit_length()
-
-
 def _window_shapes(
     config: ModelConfig, tp_size: int, drafts: int, ring: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -67,7 +63,7 @@ def _window_shapes(
     local, width = config.local(tp_size), config.linear_conv_kernel_dim
     gates = 2 * local.linear_value_heads
     if ring:
-        rows = ring_rows(width, drafts)
+        rows = ring_rows(drafts, width)
         return (rows, local.conv_channels), (rows if drafts else 0, gates)
     return (width - 1, local.conv_channels), (drafts, local.conv_channels + gates)
 

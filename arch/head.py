@@ -56,7 +56,9 @@ class MtpHead:
         assert isinstance(mixer, AttentionMixer)
         known = torch.cat(
             [
-                self.ops.rms_norm(self._embed(token_ids), self.embedding_norm, self.eps),
+                self.ops.rms_norm(
+                    self.ops.embedding_rows(self.embedding, token_ids), self.embedding_norm, self.eps
+                ),
                 self.ops.rms_norm(hidden, self.hidden_norm, self.eps),
             ],
             -1,
@@ -74,8 +76,3 @@ class MtpHead:
     def draft(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest next token of rows that `__call__` returned, ties to the lowest id: [rows] int64."""
         return argmax_rows(self.ops.linear(hidden, self.lm_head, out_f32=True)[:, : self.vocab_size])
-
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.embedding, torch.Tensor):
-            return self.embedding[ids]
-        return self.ops.unpacked_rows(self.embedding, ids)

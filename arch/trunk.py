@@ -64,7 +64,7 @@ class Trunk:
         Each chunk's last row, [chunks, hidden], or with `every_row` all of them, [rows, hidden].
         """
         rows = prefill_rows(inputs, self.device)
-        x = self._run(inputs.token_ids, rows, caches)
+        x = self._run(self._embed(inputs.token_ids), rows, caches)
         if not every_row:
             x = x[rows.cu_rows[1:] - 1]
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
@@ -90,7 +90,7 @@ class Trunk:
             pending=inputs.pending,
             committed=committed,
         )
-        x = self._run(inputs.token_ids, rows, caches)
+        x = self._run(self._embed(inputs.token_ids), rows, caches)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
 
     def step(
@@ -126,8 +126,7 @@ class Trunk:
             pending=None if registers.pending is None else registers.pending.index_select(0, slots),
             table_rows=slots if by_slot else None,
         )
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, cache, rows, self.mesh)
+        x = self._run(x, rows, caches)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps), starts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -143,17 +142,14 @@ class Trunk:
         """Parameters of the whole trunk, over all ranks; a tied embedding counts once."""
         return count_params(self.config)
 
-    def _run(self, token_ids: torch.Tensor, rows: Rows, caches: list[LayerCache]) -> torch.Tensor:
-        x = self._embed(token_ids)
+    def _run(self, x: torch.Tensor, rows: Rows, caches: list[LayerCache]) -> torch.Tensor:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, cache, rows, self.mesh)
         return x
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.mesh.size == 1:
-            if isinstance(self.embedding, torch.Tensor):
-                return self.embedding[token_ids]
-            return self.ops.unpacked_rows(self.embedding, token_ids)
+            return self.ops.embedding_rows(self.embedding, token_ids)
         # one rank holds the row, the others add zeros: exact in any dtype
         return self.mesh.all_reduce(
             self.ops.embed(token_ids, self.embedding, self.vocab_start, self.vocab_local)

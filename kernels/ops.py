@@ -16,7 +16,7 @@ from mstar.kernels.gdn import GdnWeights, gdn_decode, gdn_prefill
 from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.norm import rms_norm
 from mstar.kernels.rows import Rows
-from mstar.kernels.step import StepRegisters, begin_step, draw_step, local_rows
+from mstar.kernels.step import StepRegisters, begin_step, draw_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,12 @@ class Ops:
     def unpacked_rows(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a packed weight (a tied embedding's look-up). ids: [rows] int64 -> [rows, k]."""
         return packed.data[ids]
+
+    def embedding_rows(self, embedding: torch.Tensor | Packed, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of an embedding, packed where it is also the lm_head. ids: [rows] int64 -> [rows, hidden]."""
+        if isinstance(embedding, torch.Tensor):
+            return embedding[ids]
+        return self.unpacked_rows(embedding, ids)
 
     def linear(
         self,
@@ -106,12 +112,10 @@ class Ops:
         self, ids: torch.Tensor, embedding: torch.Tensor | Packed, first_id: int, count: int
     ) -> torch.Tensor:
         """Rows of an embedding, of which `count` ids from `first_id` on are here; other rows are zeros."""
-        table = embedding
-
-        def rows(local: torch.Tensor) -> torch.Tensor:
-            return table[local] if isinstance(table, torch.Tensor) else self.unpacked_rows(table, local)
-
-        return local_rows(ids, first_id, count, rows)
+        local = ids - first_id
+        absent = (local < 0) | (local >= count)
+        rows = self.embedding_rows(embedding, local.masked_fill(absent, 0))
+        return rows.masked_fill_(absent[:, None], 0)
 
     def begin_step(
         self,

@@ -13,7 +13,7 @@ import torch
 
 from mstar.kernels.gumbel import gumbel
 
-# Below this a temperature draws greedily: logits over it would leave no room for the noise.
+# Below this a temperature draws greedily (as in vLLM): logits over it would leave no room for the noise.
 LEAST_TEMPERATURE = 1e-5
 RUNNING, STOP, LENGTH = 0, 1, 2  # finish codes
 
@@ -49,15 +49,6 @@ def begin_step(
     index = slots.long()
     x = embed(registers.ahead[index, :rows_per_seq].reshape(-1))
     return x, registers.lengths[index].long(), (slots == 0).to(torch.uint8)
-
-
-def local_rows(
-    ids: torch.Tensor, first_id: int, count: int, rows: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Rows of a vocabulary of which `count` ids from `first_id` on are here; those of other ranks' ids are zeros."""
-    local = ids - first_id
-    absent = (local < 0) | (local >= count)
-    return rows(local.masked_fill(absent, 0)).masked_fill_(absent[:, None], 0)
 
 
 def draw_step(

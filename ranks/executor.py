@@ -111,15 +111,10 @@ class Executor:
         if plan.chunks:
             every_row = any(chunk.head for chunk in plan.chunks)
             out = self._prefill(plan, every_row)
-            finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
-            if every_row:
-                chunk_hidden = out
-                borders = _borders(plan)
-                finals = [borders[i + 1] - 1 for i in finals]
-            if finals:
-                if len(finals) < len(out):
-                    out = out.index_select(0, self._tensor(finals, torch.int64))
-                hidden.append(out)
+            chunk_hidden = out if every_row else None
+            finals = self._final_rows(plan, out, every_row)
+            if finals is not None:
+                hidden.append(finals)
         if plan.decode_bucket:
             rows = self._rows_of(plan)
             token_ids = self.ahead.view(-1).index_select(0, rows.tokens)
@@ -142,11 +137,7 @@ class Executor:
         self._update_tables(plan)
         if not plan.chunks:
             return None
-        out = self._prefill(plan, every_row=False)
-        finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
-        if not finals:
-            return None
-        return out if len(finals) == len(out) else out.index_select(0, self._tensor(finals, torch.int64))
+        return self._final_rows(plan, self._prefill(plan, every_row=False), every_row=False)
 
     def move(self, plan: StepPlan, moves: Moves) -> None:
         """Takes the results of the step that ran last."""
@@ -191,6 +182,16 @@ class Executor:
         self.lengths.index_copy_(0, slots, self._tensor(ends, torch.int32))
         self.pending.index_fill_(0, slots, 0)
         return self.model.prefill(inputs, self.caches, every_row=every_row)
+
+    def _final_rows(self, plan: StepPlan, out: torch.Tensor, every_row: bool) -> torch.Tensor | None:
+        """Of what `_prefill` gave, the rows that draw: the final chunks' last ones; None where no chunk is final."""
+        finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
+        if every_row:
+            borders = _borders(plan)
+            finals = [borders[i + 1] - 1 for i in finals]
+        if not finals:
+            return None
+        return out if len(finals) == len(out) else out.index_select(0, self._tensor(finals, torch.int64))
 
     def _decode(self, rows: _DecodeRows, token_ids: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         """[rows, hidden], the padding's included."""

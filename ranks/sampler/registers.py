@@ -12,14 +12,12 @@ from enum import Enum
 import torch
 
 from mstar.kernels.staging import staged
+from mstar.kernels.step import LEAST_TEMPERATURE, LENGTH, RUNNING, STOP
 from mstar.ranks.messages import SamplingParams
 
-# Codes of a step's `finish`, and what the protocol calls them.
-RUNNING, STOP, LENGTH = 0, 1, 2
+# What the protocol calls the codes of a step's `finish`.
 FINISH_REASONS: tuple[str | None, ...] = (None, "stop", "length")
 
-# Below this a temperature draws greedily (as in vLLM): logits over it would leave no room for the noise.
-LEAST_TEMPERATURE = 1e-5
 # Above this a top-k is looked for in the sorted vocabulary: the best few no longer come cheaper.
 WIDEST_CANDIDATES = 256
 

@@ -8,7 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU: decode at the models' sizes is not tested here", allow_module_level=True)
 
-from mstar.kernels.gdn.gpu.decode import LaunchShape, ring_rows
+from mstar.kernels.gdn.gpu.decode import LaunchShape
+from mstar.kernels.gdn.rings import ring_rows
 from tests.support.gdn_decode import (
     Caches,
     Float64,

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from mstar.kernels.gdn import GdnWeights
-from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu, ring_rows
+from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu
+from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.rows import Rows
 
 WIDTH = 4

@@ -25,6 +25,7 @@ from mstar.kernels.gdn.gpu.recurrence import (
     load_taps,
     unit_keys,
 )
+from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.launch import launch_options
 from mstar.kernels.rows import Rows
@@ -41,14 +42,6 @@ class LaunchShape:
 
     num_warps: int
     splits: int = 1
-
-
-def ring_rows(drafts: int) -> int:
-    """Rows of the rings of a load that checks up to `drafts` drafts a step.
-
-    A step reads 3 positions before its pending ones (up to `drafts`) and writes up to 1 + drafts more.
-    """
-    return int(triton.next_power_of_2(2 * drafts + 4))
 
 
 def _launch_shape(sequences: int, value_heads: int) -> LaunchShape:

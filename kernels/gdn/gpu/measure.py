@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import click
 import torch
 
-from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu, ring_rows
+from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu
+from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.rows import Rows
 

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from mstar.kernels import step
 from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.vocab.gpu.noise import to_gumbel, words_of_groups
 
-# Below this a temperature draws greedily; LEAST_TEMPERATURE of mstar.ranks.sampler.registers.
-LEAST_TEMPERATURE = tl.constexpr(1e-5)
+LEAST_TEMPERATURE = tl.constexpr(step.LEAST_TEMPERATURE)
 # Stands for "no column": above any id.
 NO_ID = tl.constexpr(2**31 - 1)
 # Ids a program looks at in one go, and programs wanted before one takes several goes (an H200 has 132

@@ -8,11 +8,11 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import launch_options
+from mstar.kernels.step import LENGTH, STOP
 from mstar.kernels.vocab.gpu.draw import merged
 
-# Codes of mstar.ranks.sampler.registers: RUNNING, STOP, LENGTH.
-_STOP = tl.constexpr(1)
-_LENGTH = tl.constexpr(2)
+_STOP = tl.constexpr(STOP)
+_LENGTH = tl.constexpr(LENGTH)
 
 
 def finish_step(

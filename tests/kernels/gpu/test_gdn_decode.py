@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mstar.kernels.gdn import gdn_decode
-from mstar.kernels.gdn.gpu.decode import LaunchShape, ring_rows
+from mstar.kernels.gdn.gpu.decode import LaunchShape
+from mstar.kernels.gdn.rings import ring_rows
 from tests.support.gdn_decode import (
     WIDTH,
     Caches,
