@@ -16,7 +16,7 @@ from mstar.kernels.gdn import GdnWeights, gdn_decode, gdn_prefill
 from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.norm import rms_norm
 from mstar.kernels.rows import Rows
-from mstar.kernels.step import StepRegisters, begin_step, draw_step
+from mstar.kernels.step import StepRegisters, begin_step, draw_step, filter_thresholds
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,6 @@ class Ops:
     name = "torch"
     ring = False  # how GDN caches hold windows, see mstar.arch.caches.GdnCache
     uniform = False  # whether a decode part's sequences must all have the same number of rows
-    filters = False  # whether `filter_thresholds` is there
 
     def pack_linear(self, weight: torch.Tensor) -> Packed:
         """weight: [n, k], model dtype. The caller drops its own reference: packed weights are the only copy."""
@@ -136,8 +135,8 @@ class Ops:
     def filter_thresholds(
         self, logits: torch.Tensor, slots: torch.Tensor, registers: StepRegisters
     ) -> torch.Tensor:
-        """[rows] float32, the least logit over temperature that top-k, top-p and min-p keep of each row."""
-        raise NotImplementedError(f"{self.name}: rows with filters are drawn by the sampler")
+        """See `mstar.kernels.step.filter_thresholds`."""
+        return filter_thresholds(logits, slots, registers)
 
     def draw_step(
         self,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mstar.kernels.gumbel import gumbel
+from mstar.kernels.vocab.filters import thresholds
 
 # Below this a temperature draws greedily (as in vLLM): logits over it would leave no room for the noise.
 LEAST_TEMPERATURE = 1e-5
@@ -49,6 +50,17 @@ def begin_step(
     index = slots.long()
     x = embed(registers.ahead[index, :rows_per_seq].reshape(-1))
     return x, registers.lengths[index].long(), (slots == 0).to(torch.uint8)
+
+
+def filter_thresholds(logits: torch.Tensor, slots: torch.Tensor, registers: StepRegisters) -> torch.Tensor:
+    """The least logit over temperature that top-k, top-p and min-p keep of each row; of greedy rows it means nothing.
+
+    logits: [seqs, vocab] float32; slots: [seqs] int32. Returns [seqs] float32, the `least` of `draw_step`.
+    """
+    index = slots.long()
+    scaled = logits / registers.temperature[index][:, None]
+    filters = (registers.top_k[index], registers.top_p[index], registers.min_p[index])
+    return thresholds(scaled, *filters, sort=True)[:, 0]
 
 
 def draw_step(

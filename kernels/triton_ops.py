@@ -36,7 +36,6 @@ class TritonOps(Ops):
     name = "triton"
     ring = True
     uniform = True
-    filters = True
 
     def __init__(self, device: torch.device, table: Table | None = None) -> None:
         """table: of kernel choices, in place of the device's own."""

@@ -137,7 +137,7 @@ class DeviceSteps:
         if follows or plan.decode_counts or len(plan.decode_slots) > self._most:
             return False
         slots = [chunk.slot for chunk in plan.chunks if chunk.final] + plan.decode_slots
-        return self._sampler.draws_on_device(slots, self._model.ops.filters)
+        return self._sampler.draws_on_device(slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
@@ -168,8 +168,7 @@ class DeviceSteps:
     def capture(self, progress: Callable[[str, int, int, str], None]) -> None:
         """Captures every bucket, largest first, in one pool; with `eager` only runs them once."""
         device = self._executor.device
-        kinds = (False, True) if self._model.ops.filters else (False,)
-        jobs = [(bucket, filtered) for bucket in reversed(self._buckets) for filtered in kinds]
+        jobs = [(bucket, filtered) for bucket in reversed(self._buckets) for filtered in (False, True)]
         if device.type == "cpu":
             return
         pool = torch.cuda.graph_pool_handle()

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mstar.kernels.gumbel import gumbel, gumbel_at
+from mstar.kernels.vocab.filters import candidate_thresholds, nucleus_thresholds, thresholds
 from mstar.ranks.messages import SamplingParams
-from mstar.ranks.sampler.filters import candidate_thresholds, nucleus_thresholds, thresholds
 from mstar.ranks.sampler.logprobs import logprob_entries
 from mstar.ranks.sampler.penalties import Penalties
 from mstar.ranks.sampler.registers import Draw, Registers
@@ -79,18 +79,14 @@ class Sampler:
         """Whether the argmax is all that these slots need: then `accept_greedy` does for `sample`."""
         return self._special.isdisjoint(slots)
 
-    def draws_on_device(self, slots: Iterable[int], filters: bool) -> bool:
-        """Whether temperature, and with `filters` top-k, top-p and min-p, are all that these slots need.
+    def draws_on_device(self, slots: Iterable[int]) -> bool:
+        """Whether temperature, top-k, top-p and min-p are all that these slots need.
 
         Then `mstar.kernels.step` draws for them and moves their registers.
         """
         registers = self.registers
         more = (registers.held_back, registers.capped, self._penalties.members, self._logprobs)
-        return not any(
-            slot in self._special
-            and (any(slot in members for members in more) or (not filters and registers.filtered(slot)))
-            for slot in slots
-        )
+        return not any(slot in self._special and any(slot in members for members in more) for slot in slots)
 
     def filtered(self, slots: Iterable[int]) -> bool:
         """Whether any of these slots draws from less than the whole vocabulary."""

@@ -10,12 +10,12 @@ from scipy import stats
 
 from mstar.kernels.gumbel import gumbel
 from mstar.kernels.step import StepRegisters, draw_step
+from mstar.kernels.vocab.filters import thresholds
 from mstar.kernels.vocab.gpu.begin import begin_step
 from mstar.kernels.vocab.gpu.draw import argmax_gpu, merge_draws, partial_draws
 from mstar.kernels.vocab.gpu.finish import finish_step
 from mstar.kernels.vocab.gpu.noise import gumbel_gpu
 from mstar.kernels.vocab.gpu.thresholds import filter_thresholds
-from mstar.ranks.sampler.filters import thresholds
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

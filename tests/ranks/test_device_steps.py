@@ -27,7 +27,10 @@ def ends(bench):
     return {run.request_id: run.finish for run in bench.runs() if run.finish}
 
 
-@pytest.mark.parametrize("common", [{}, {"eos_ids": (6137, 6139)}, {"top_k": 20}, {"logprobs": 2}])
+@pytest.mark.parametrize(
+    "common",
+    [{}, {"eos_ids": (6137, 6139)}, {"top_k": 20}, {"top_p": 0.9, "min_p": 0.02}, {"logprobs": 2}],
+)
 def test_tokens_and_ends_are_those_of_steps_that_wait(common):
     waiting, ahead = tiny().bench(), tiny().bench(ahead=True)
     for bench in (waiting, ahead):

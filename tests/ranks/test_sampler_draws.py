@@ -14,9 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mstar.kernels.vocab.filters import candidate_thresholds, nucleus_thresholds, thresholds
 from mstar.ranks.messages import SamplingParams
 from mstar.ranks.sampler import Sampler
-from mstar.ranks.sampler.filters import candidate_thresholds, nucleus_thresholds, thresholds
 
 CPU = torch.device("cpu")
 DRAWS = 20_000

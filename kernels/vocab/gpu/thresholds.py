@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p of rows as thresholds, without a sort: `mstar.ranks.sampler.filters.thresholds`.
+"""Top-k, top-p and min-p of rows as thresholds, without a sort: `mstar.kernels.vocab.filters.thresholds`.
 
 Four launches. The row's maximum; a histogram of how far below it the scaled logits are; the logits that the
 histogram cannot rule out, gathered; and one program a row that finds the k-th of these, and where the mass

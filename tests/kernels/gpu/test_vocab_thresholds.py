@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mstar.kernels.vocab.filters import thresholds
 from mstar.kernels.vocab.gpu.draw import merge_draws, partial_draws
 from mstar.kernels.vocab.gpu.thresholds import filter_thresholds
-from mstar.ranks.sampler.filters import thresholds
 
 # (temperature, top_k, top_p, min_p), a slot each behind the sink.
 MIXES = [
