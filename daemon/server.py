@@ -245,14 +245,16 @@ class Server:
             raise ProtocolError(
                 "busy", "steps are profiled already: ask again when that is over", retryable=True
             )
-        self._tracing |= bool(request.trace_steps)
+        if request.trace_steps:
+            self._tracing = True
 
         async def stats() -> Event:
             try:
                 limit_s = _TRACE_LIMIT_S if request.trace_steps else _STATS_LIMIT_S
                 engine = await model.mesh.query_stats(limit_s, request.trace_steps)
             finally:
-                self._tracing &= not request.trace_steps
+                if request.trace_steps:
+                    self._tracing = False
             event = reports.stats_event(engine, self.registry, request.id)
             if event.trace is not None and peer.gone:
                 Path(event.trace).unlink(missing_ok=True)  # nobody will fetch it

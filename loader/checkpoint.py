@@ -43,7 +43,7 @@ def load_shard(
     progress: Progress | None = None,
     device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The trunk's weights as rank `tp_rank` of `tp_size` holds them, on the CPU; made weights on `device`.
+    """The trunk's weights as rank `tp_rank` of `tp_size` holds them, on `device` (none: the CPU).
 
     Keys are checkpoint names without prefix (`layers.3.mlp.up_proj.weight`), `lm_head.weight` only where it
     is not the embedding's. Tensors are contiguous, own their memory, and have `dtype` ("bf16", "fp16", "fp32"
@@ -84,8 +84,10 @@ def read_sources(
             if mapped is None or mapped[0] != info.file:
                 mapped = (info.file, _map(info.file))
             fill = partial(_copy_rows, mapped[1], info)
-        place = device if isinstance(info, Made) else None
-        shard[weight.name] = _read(fill, weight, config, tp_rank, tp_size, wanted, place)
+        # a file's pages are read by the host, weight by weight; made ones come into being where they stay
+        made_on = device if isinstance(info, Made) else None
+        slice_ = _read(fill, weight, config, tp_rank, tp_size, wanted, made_on)
+        shard[weight.name] = slice_ if device is None else slice_.to(device)
         done += size
         if progress is not None:
             progress("read", done, total, "bytes")

@@ -20,7 +20,7 @@ def load_head(
 ) -> dict[str, torch.Tensor]:
     """The MTP head's weights, from the trunk's files or the sidecar, whole.
 
-    On the CPU, but made weights on `device`.
+    On `device` (none: the CPU).
 
     Keys are checkpoint names without `mtp.`: `fc.weight` [hidden, 2 * hidden] (the embedding's half first),
     `pre_fc_norm_embedding.weight`, `pre_fc_norm_hidden.weight`, `norm.weight`, and those of one full-attention
@@ -39,7 +39,7 @@ def load_vocab(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Embedding and lm_head with every row, [vocab, hidden] each, for a rank whose shard has a part of them.
 
-    On the CPU, but made weights on `device`. The second is None where the embedding serves as both. Raises LoadError
+    On `device` (none: the CPU). The second is None where the embedding serves as both. Raises LoadError
     as `manifest.read_manifest` does.
     """
     wanted = ("embed_tokens.weight", "lm_head.weight")

@@ -100,9 +100,6 @@ def load(spec: LoadSpec, rank: int, shm_fd: int | None, progress: Progress) -> S
     collective, backend = connect(rank, spec.tp_size, device, Path(spec.run_dir), shm_fd)
     weights = load_shard(spec.model_dir, config, rank, spec.tp_size, dtype, progress, device)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    if device.type != "cpu":
-        for name in weights:
-            weights[name] = weights[name].to(device)
     with torch.inference_mode():
         trunk = Trunk(
             config, weights, dtype=dtype, device=device, collective=collective, block_size=BLOCK_SIZE
@@ -131,13 +128,11 @@ def _load_head(shard: Shard, progress: Progress) -> None:
         vocab = [table] if own_head is None else [table, own_head]
     shard.head_bytes = sum(tensor.nbytes for tensor in (*weights.values(), *vocab))
     with torch.inference_mode():
-        for name in weights:
-            weights[name] = weights[name].to(shard.device)
         if len(vocab) == 1:
-            embedding = lm_head = trunk.ops.pack_linear(vocab.pop().to(shard.device))
+            embedding = lm_head = trunk.ops.pack_linear(vocab.pop())
         elif vocab:
-            lm_head = trunk.ops.pack_linear(vocab.pop().to(shard.device))
-            embedding = vocab.pop().to(shard.device)
+            lm_head = trunk.ops.pack_linear(vocab.pop())
+            embedding = vocab.pop()
         shard.head = MtpHead(shard.config, weights, trunk.ops, embedding, lm_head)
 
 

@@ -43,7 +43,6 @@ class OfflineModel:
         self.dtype = TORCH_DTYPES[self.dtype_name]
         self.device = torch.device(device)
         weights = load_shard(self.path, self.config, 0, 1, self.dtype, device=self.device)
-        self._to_device(weights)
         self.trunk = Trunk(
             self.config,
             weights,
@@ -57,7 +56,6 @@ class OfflineModel:
         """The head in "bf16", "fp16" or "fp32"; it shares the trunk's embedding and lm_head where it can."""
         head_dtype = TORCH_DTYPES[dtype]
         weights = load_head(self.path, self.config, head_dtype, device=self.device)
-        self._to_device(weights)
         if head_dtype == self.dtype:
             trunk = self.trunk
             return MtpHead(self.config, weights, trunk.ops, trunk.embedding, trunk.lm_head)
@@ -65,8 +63,7 @@ class OfflineModel:
         dims = (config.hidden_size, config.head_dim, config.linear_key_head_dim, config.linear_value_head_dim)
         ops, _ = select_ops(self.device, head_dtype, BLOCK_SIZE, dims)
         embedding, lm_head = load_vocab(self.path, config, head_dtype, device=self.device)
-        embedding = embedding.to(self.device)
-        packed = ops.pack_linear(embedding if lm_head is None else lm_head.to(self.device))
+        packed = ops.pack_linear(embedding if lm_head is None else lm_head)
         return MtpHead(config, weights, ops, packed if lm_head is None else embedding, packed)
 
     def rooms(self, sequences: int, tokens: int, drafts: int, head_dtype: str) -> Rooms:
@@ -111,8 +108,3 @@ class OfflineModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] float32."""
         return self.trunk.logits(hidden)[:, : self.config.vocab_size]
-
-    def _to_device(self, weights: dict[str, torch.Tensor]) -> None:
-        if self.device.type != "cpu":
-            for name in weights:
-                weights[name] = weights[name].to(self.device)

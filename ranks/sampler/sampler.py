@@ -76,7 +76,7 @@ class Sampler:
         self._special.discard(slot)
 
     def plain_greedy(self, slots: Collection[int]) -> bool:
-        """Whether the argmax is all that these slots need: then `accept_greedy` does for `sample`."""
+        """Whether the argmax is all that these slots need: then tokens may be drawn elsewhere."""
         return self._special.isdisjoint(slots)
 
     def draws_on_device(self, slots: Iterable[int]) -> bool:
@@ -110,13 +110,6 @@ class Sampler:
         tokens, scored = self.draw(logits, slots, positions, host)
         logprobs = self.logprob_rows(scored, tokens, host)
         return Sampled(tokens, self.commit(tokens, slots, host), logprobs)
-
-    def accept_greedy(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """`commit` for slots that are `plain_greedy`, with tokens that were drawn elsewhere by argmax.
-
-        tokens, slots: [rows] int64. Returns [rows] int8 finish codes.
-        """
-        return self.registers.advance(tokens, slots)
 
     def draw(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host: Sequence[int]

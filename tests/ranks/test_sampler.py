@@ -88,7 +88,7 @@ def test_accepting_tokens_drawn_elsewhere_ends_requests_as_sampling_does():
     for wanted in ([4, 6, 8, 0], [4, 4, 8, 0]):
         sampled = together.sample(peaked(*wanted), slots, torch.zeros(4, dtype=torch.int64))
         assert sampled.tokens.tolist() == wanted
-        assert torch.equal(apart.accept_greedy(torch.tensor(wanted), slots), sampled.finish)
+        assert torch.equal(apart.commit(torch.tensor(wanted), slots, slots.tolist()), sampled.finish)
     assert sampled.finish.tolist() == [2, 0, 1, 0]
 
 

@@ -90,12 +90,8 @@ class Caches:
             if position >= age:
                 self.conv[slot, (position - age) % self.ring] = taps[WIDTH - 1 - age]
 
-    def run(
-        self, proj: torch.Tensor, rows: Rows, shape: LaunchShape | None = None, early: bool = False
-    ) -> torch.Tensor:
-        return gdn_decode_gpu(
-            proj, self.w, self.state, self.conv, self.window, rows, shape=shape, early=early
-        )
+    def run(self, proj: torch.Tensor, rows: Rows, shape: LaunchShape | None = None) -> torch.Tensor:
+        return gdn_decode_gpu(proj, self.w, self.state, self.conv, self.window, rows, shape=shape)
 
 
 def beginnings(

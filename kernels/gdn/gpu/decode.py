@@ -62,7 +62,6 @@ def gdn_decode_gpu(
     rows: Rows,
     *,
     shape: LaunchShape | None = None,
-    early: bool = False,
 ) -> torch.Tensor:
     """`rows.rows_per_seq` rows of each sequence: the first moves the state, the others are drafts.
 
@@ -74,9 +73,6 @@ def gdn_decode_gpu(
     rows.pending: the positions right before `starts` that the state is behind by; None: none anywhere. Only
         sequences, rows_per_seq, starts, slots, fresh and pending are read: a decode part is uniform.
     shape: instead of `_launch_shape`'s.
-    early: reads rows, S and the rings, and replays, before the wait for the launch before this one, behind whose end
-        it so hides. Right only where whatever wrote those has ended by then: S and rings an earlier graph, rows
-        that too, or a kernel with a launch between that was not made dependent (which waits for all before it).
     Returns [rows, value_heads * value_dim] in the model dtype.
 
     Slots are distinct but for the sink, whose sequences are fresh; its S is not written, its rings are.
@@ -100,7 +96,7 @@ def gdn_decode_gpu(
         weights.norm, rows.slots, rows.starts, rows.fresh, rows.slots if pending is None else pending, weights.eps,
         KEY_HEADS=weights.key_heads, VALUE_HEADS=heads, K=k_dim, V=v_dim, RING=ring, WIDTH=width, ROWS=count,
         PENDING=pending is not None, WINDOW=window.shape[1] > 0, SPLITS=shape.splits,
-        K_PAD=triton.next_power_of_2(k_dim), V_PAD=v_pad, LANES=lanes, COLUMNS=columns, EARLY=early,
+        K_PAD=triton.next_power_of_2(k_dim), V_PAD=v_pad, LANES=lanes, COLUMNS=columns,
         num_warps=shape.num_warps, **options,
     )  # fmt: skip
     if split:
@@ -149,7 +145,7 @@ def _gdn_decode(
     proj, stride, out, state, conv, window, conv_w, decay, dt_bias, norm, slots, starts, fresh, pending, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -189,7 +185,7 @@ def _gdn_decode(
     if SPLITS == 1:
         w_norm = tl.load(norm + value, mask=in_v, other=0.0)
 
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
     slot = tl.load(slots + sequence).to(tl.int64)
     start = tl.load(starts + sequence)
@@ -230,8 +226,6 @@ def _gdn_decode(
             q, k, _ = unit_keys(kh, which, K)
             s, _ = advance(s, q, k, vh, 0.0, beta, forget, False)
 
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
     row = sequence.to(tl.int64) * ROWS
     line = proj + row * stride
     k3 = tl.load(line + key_at, mask=in_k, other=0.0)
@@ -299,7 +293,7 @@ def _case(rows: int, pending: bool, dim: int, num_warps: int = 4, splits: int = 
     constants = {
         "KEY_HEADS": 16, "VALUE_HEADS": 32, "K": dim, "V": dim, "RING": ring_rows(rows - 1), "WIDTH": 4,
         "ROWS": rows, "PENDING": pending, "WINDOW": pending, "SPLITS": splits, "K_PAD": dim,
-        "V_PAD": dim // splits, "LANES": lanes, "COLUMNS": columns, "EARLY": False,
+        "V_PAD": dim // splits, "LANES": lanes, "COLUMNS": columns,
     }  # fmt: skip
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"stride": "i64", "eps": "fp32"}
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")

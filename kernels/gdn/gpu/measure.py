@@ -30,7 +30,7 @@ def floor_us(heads: int, sequences: int) -> float:
     return 2 * sequences * heads * DIM * DIM * 4 / BYTES_A_US
 
 
-def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None, early: bool) -> float:
+def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None) -> float:
     """Time of one call; count: rows a sequence, of more than one all drafts of the step before are replayed."""
     key_heads, heads = HEADS[model]
     device = torch.device("cuda")
@@ -70,7 +70,7 @@ def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None, e
 
     def run() -> None:
         for rows in parts:
-            gdn_decode_gpu(proj, w, state, conv, window, rows, shape=shape, early=early)
+            gdn_decode_gpu(proj, w, state, conv, window, rows, shape=shape)
 
     run()
     torch.cuda.synchronize()
@@ -99,13 +99,12 @@ def cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, int, LaunchShape]
 
 @click.command()
 @click.option("--rows", "counts", type=int, multiple=True, default=(1, 4), help="Rows a sequence.")
-@click.option("--early/--late", default=False, help="Read what earlier steps left before the launch's wait.")
-def main(counts: tuple[int, ...], early: bool) -> None:
+def main(counts: tuple[int, ...]) -> None:
     """One line a model, batch and launch shape: us a call, and over the floor of the state's bytes."""
-    click.echo(f"{torch.cuda.get_device_name()}; us a call, early={early}")
+    click.echo(f"{torch.cuda.get_device_name()}; us a call")
     click.echo(f"{'model':6}{'rows':>5}{'seqs':>6}{'warps':>7}{'splits':>8}{'us':>9}{'floor':>8}{'ratio':>7}")
     for model, count, sequences, shape in cases(counts):
-        us = call_us(model, sequences, count, shape, early)
+        us = call_us(model, sequences, count, shape)
         floor = floor_us(HEADS[model][1], sequences)
         click.echo(
             f"{model:6}{count:5}{sequences:6}{shape.num_warps:7}{shape.splits:8}{us:9.2f}{floor:8.2f}{us / floor:7.2f}"
