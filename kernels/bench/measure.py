@@ -25,6 +25,7 @@ from mstar.kernels.bench.parity import (
 )
 from mstar.kernels.bench.tune import DeviceLost, Pass
 from mstar.kernels.registry import GemmKey, KernelChoice
+from mstar.kernels.replays import replay_us
 
 ROTATED_BYTES = 256 << 20
 # A replay reads about this much, 0.25 ms and more, beside which its start (a few us) is small.
@@ -97,7 +98,7 @@ class GpuRig:
         check(key, outs[0], size.expected, "replay")
         if not same_bytes(outs, eager):
             raise Mismatch("replay: other bytes than eager")
-        return lambda: _microseconds(graph, len(outs))
+        return lambda: median(replay_us(graph, REPLAYS)) / len(outs)
 
 
 class _Size:
@@ -124,16 +125,3 @@ class _Size:
         kept, self.expected = self.draws[0 if first else 1]
         for rows, values in zip(self.inputs.rows(), kept, strict=True):
             rows.copy_(values)
-
-
-def _microseconds(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    times = []
-    graph.replay()
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return 1e3 * median(float(start.elapsed_time(end)) for start, end in times) / calls

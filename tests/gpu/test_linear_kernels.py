@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mstar.kernels.registry import GemmKey, KernelChoice, row_bucket
+from tests.support.linears import exact
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -32,17 +33,6 @@ SIZES = {
 # Roundings to bf16, each up to 2^-8 and 0.0017 of the norm on average: the result, and in turn what is multiplied,
 # the sum before the residual, gate, up and silu. Tensor cores cut off what they add to float32 sums.
 BOUNDS = {"plain": 3e-3, "norm": 4e-3, "residual": 4e-3, "gated": 8e-3, "f32": 1e-4}
-
-
-def exact(kind, x, weight, norm, eps, residual):
-    x = x.double()
-    if norm is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
-    y = x @ weight.double().T
-    if kind == "gated":
-        gate, up = y.chunk(2, -1)
-        return gate / (1 + (-gate).exp()) * up
-    return y if residual is None else y + residual.double()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, 33, 64, 65])

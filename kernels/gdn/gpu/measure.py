@@ -6,6 +6,7 @@ Each call of a graph works on slots of its own, more bytes of them than the L2 h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 import click
 import torch
@@ -13,6 +14,7 @@ import torch
 from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu
 from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.gdn.weights import GdnWeights
+from mstar.kernels.replays import replay_us
 from mstar.kernels.rows import Rows
 
 HEADS = {"0.8B": (16, 16), "9B": (16, 32)}
@@ -23,6 +25,7 @@ DIM, WIDTH = 128, 4
 BYTES_A_US = 4.2e6  # what copies reach on an H200
 COLD_BYTES = 200e6  # four times its L2
 MAX_CALLS = 128
+REPLAYS = 11  # their median counts
 
 
 def floor_us(heads: int, sequences: int) -> float:
@@ -77,15 +80,7 @@ def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None) -
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    return float(sorted(times[2:])[5])
+    return median(replay_us(graph, REPLAYS)) / calls
 
 
 def cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, int, LaunchShape]]:

@@ -16,6 +16,7 @@ import torch
 
 from mstar.kernels.gdn.gpu.prefill import CHUNK, DEFAULT, Prefill, Tuning, scratch_bytes
 from mstar.kernels.gdn.weights import GdnWeights
+from mstar.kernels.replays import replay_us
 from mstar.kernels.rows import Rows
 
 MODELS = {"0.8B": (16, 16), "9B": (16, 32), "27B": (16, 48)}
@@ -68,16 +69,7 @@ def call_ms(*stages: Callable[[], None]) -> float:
         for _ in range(CALLS):
             for stage in stages:
                 stage()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / CALLS)
-    return float(min(times))
+    return min(replay_us(graph, REPLAYS)) / 1e3 / CALLS
 
 
 def work(call: Prefill) -> dict[str, tuple[float, float]]:

@@ -10,6 +10,7 @@ from statistics import median
 import click
 import torch
 
+from mstar.kernels.replays import replay_us
 from mstar.kernels.vocab.gpu.begin import begin_step
 from mstar.kernels.vocab.gpu.draw import argmax_gpu, merge_draws, partial_argmax, partial_draws
 from mstar.kernels.vocab.gpu.finish import finish_step
@@ -31,15 +32,7 @@ def microseconds(call: Callable[[], object]) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CALLS):
             call()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return 1e3 * median(float(start.elapsed_time(end)) for start, end in times) / CALLS
+    return median(replay_us(graph, REPLAYS)) / CALLS
 
 
 def pieces(rows: int, vocab: int, hidden: int, device: torch.device) -> dict[str, Callable[[], object]]:

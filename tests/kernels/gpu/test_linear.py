@@ -8,6 +8,7 @@ from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.linear.gpu.candidates import CUBLAS, candidates, default, launches
 from mstar.kernels.linear.gpu.run import _counters, run_linear, run_residual, skinny_call
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
+from tests.support.linears import exact
 
 EPS = 1e-6
 # Of float32 sums of 141 products. Of what bf16 keeps 8 bits and fp16 11 (the interpreter cuts bf16 off where a GPU
@@ -65,18 +66,6 @@ def arguments(kind: str, rows: int, n: int, k: int, dtype: torch.dtype, device: 
         "eps": EPS,
         "residual": apart(n) if kind == "residual" else None,
     }
-
-
-def exact(kind: str, x, weight, norm, eps, residual) -> torch.Tensor:
-    """The formula in float64, nothing rounded."""
-    x = x.double()
-    if norm is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
-    y = x @ weight.double().T
-    if kind == "gated":
-        gate, up = y.chunk(2, -1)
-        return gate / (1 + (-gate).exp()) * up
-    return y if residual is None else y + residual.double()
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
