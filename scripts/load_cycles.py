@@ -16,7 +16,6 @@ It needs psutil, which the `test` extra brings. Exit code 0: good, 1: bad.
 from __future__ import annotations
 
 import shlex
-import statistics
 import sys
 import tempfile
 import time
@@ -30,6 +29,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from mstar.scripts.check_cells import WIDTH
+from mstar.scripts.growth import thirds
 from mstar.scripts.harness_prompts import BUILT_IN
 from mstar.scripts.serving_daemon import launched_daemon
 from mstar.scripts.serving_load import BenchError, DaemonLink, serve
@@ -39,7 +40,6 @@ from mstar.scripts.serving_report import describe_machine, write_json
 GROWTH_BYTES = 4 * 2**20
 RAMP_SHARE = 0.2  # the allocator's arenas and caches fill first
 LEAST_CYCLES = 12  # fewer say nothing about growth
-FILE_WIDTH = 120  # columns of a table that goes to a file or a pipe
 LOAD_S, UNLOAD_S, GONE_S = 300.0, 60.0, 5.0  # bounds, not measures
 
 
@@ -77,7 +77,7 @@ def main(
         "command": shlex.join(["python", "-m", "mstar.scripts.load_cycles", *sys.argv[1:]]),
         **describe_machine(daemon_flags),
     }
-    print_report(report, Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH))
+    print_report(report, Console() if sys.stdout.isatty() else Console(width=WIDTH))
     if json_path is not None:
         write_json(report, json_path)
     raise SystemExit(0 if report["verdict"] == "good" else 1)
@@ -117,8 +117,7 @@ def growth(rss: Sequence[int]) -> dict[str, int | None]:
     steady = rss[int(len(rss) * RAMP_SHARE) :]
     if len(rss) < LEAST_CYCLES:
         return {"first_bytes": None, "last_bytes": None, "growth_bytes": None, "bound_bytes": GROWTH_BYTES}
-    third = len(steady) // 3
-    first, last = int(statistics.median(steady[:third])), int(statistics.median(steady[-third:]))
+    first, last = thirds(steady)
     return {
         "first_bytes": first,
         "last_bytes": last,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import statistics
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ import zmq.asyncio
 from rich.console import Console
 from rich.table import Table
 
+from mstar.scripts.growth import thirds
 from mstar.scripts.serving_daemon import launched_daemon, running_daemon
 from mstar.scripts.serving_load import BenchError, DaemonLink
 from mstar.scripts.serving_report import describe_machine, write_json
@@ -66,11 +66,9 @@ class Memory:
     def report(self) -> dict[str, Any]:
         """Medians of the first and last third; `growth_bytes` is None where there are too few samples."""
         steady = self.samples[int(len(self.samples) * RAMP_SHARE) :]
-        third = len(steady) // 3
         if len(steady) < LEAST_SAMPLES:
             return {"first_bytes": None, "last_bytes": None, "growth_bytes": None, "bound_bytes": None}
-        first = int(statistics.median(steady[:third]))
-        last = int(statistics.median(steady[-third:]))
+        first, last = thirds(steady)
         bound = max(GROWTH_BYTES, int(GROWTH_SHARE * first))
         return {"first_bytes": first, "last_bytes": last, "growth_bytes": last - first, "bound_bytes": bound}
 
