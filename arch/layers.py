@@ -98,6 +98,12 @@ class Layer:
             self.mixer = GdnMixer(config, sub_weights(weights, "linear_attn."), tp_size, ops)
         self.gate_up = ops.pack_gated(weights.pop("mlp.gate_proj.weight"), weights.pop("mlp.up_proj.weight"))
         self.down = ops.pack_linear(weights.pop("mlp.down_proj.weight"))
+        self.in_order = (
+            self.mixer.in_proj,
+            self.mixer.out_proj,
+            self.gate_up,
+            self.down,
+        )  # as a step reads them
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, rows: Rows, mesh: Mesh) -> torch.Tensor:
         """x: [rows, hidden], model dtype."""

@@ -6,7 +6,7 @@ keeps the meaning, shapes and dtypes, and is held to the reference by a parity t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ class Packed:
     data: torch.Tensor
     outputs: int
     inputs: int
+    halves: int = 1  # 2: gate and up, one above the other
 
 
 class Ops:
@@ -41,7 +42,10 @@ class Ops:
 
     def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> Packed:
         """gate, up: [n, k], model dtype, for `gated_linear`."""
-        return Packed(torch.cat([gate, up]), 2 * gate.shape[0], gate.shape[1])
+        return Packed(torch.cat([gate, up]), 2 * gate.shape[0], gate.shape[1], halves=2)
+
+    def read_in_order(self, weights: Sequence[Packed]) -> None:
+        """Tells in which order a decode step reads its weights; the first one follows the last."""
 
     def unpacked_rows(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a packed weight (a tied embedding's look-up). ids: [rows] int64 -> [rows, k]."""

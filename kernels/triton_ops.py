@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -13,6 +13,7 @@ from mstar.kernels.attention.gpu.run import attention_gpu
 from mstar.kernels.gdn import GdnWeights
 from mstar.kernels.gdn.gpu.decode import gdn_decode_gpu
 from mstar.kernels.gdn.gpu.prefill import gdn_prefill_gpu
+from mstar.kernels.linear.gpu.ahead import Ahead
 from mstar.kernels.linear.gpu.run import run_linear, run_residual
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.ops import Ops, Packed
@@ -42,6 +43,7 @@ class TritonOps(Ops):
         self.table = table_for(device) if table is None else table
         # what the last linear with a residual gave, and the squares of its rows, which the norm behind it needs
         self._squares: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._next: dict[int, Ahead] = {}  # by a weight's address: what a step reads after it
         self._refused: set[tuple[GemmKey, KernelChoice]] = set()  # what does not fit this GPU
 
     @staticmethod
@@ -58,6 +60,10 @@ class TritonOps(Ops):
         if block_size % 16:
             return f"Triton attention takes KV blocks of 16 or a multiple, not {block_size}"
         return None
+
+    def read_in_order(self, weights: Sequence[Packed]) -> None:
+        for weight, after in zip(weights, [*weights[1:], *weights[:1]], strict=True):
+            self._next[weight.data.data_ptr()] = Ahead(after.data, after.halves)
 
     def linear(
         self,
@@ -187,11 +193,12 @@ class TritonOps(Ops):
         if (key, choice) in self._refused:
             choice = _CUBLAS
         known = self._squares[1] if self._squares is not None and self._squares[0] is x else None
+        ahead = self._next.get(weight.data.data_ptr())
         try:
             if residual is not None:
-                self._squares = run_residual(choice, x, weight.data, residual)
+                self._squares = run_residual(choice, x, weight.data, residual, ahead)
                 return self._squares[0]
-            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known)
+            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead)
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
             log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
             self._refused.add((key, choice))

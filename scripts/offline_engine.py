@@ -38,7 +38,8 @@ PREFILL_BUDGET, MIXED_BUDGET = 512, 128  # as a rank on a CPU has them
 class OfflineEngine:
     """Runs requests of one load. drafts: checked in every step, without a policy that would lower them.
 
-    eager: on a GPU, without captured graphs. budgets: prompt tokens of a step, alone and beside decodes.
+    eager: on a GPU, without captured graphs. budgets: prompt tokens of a step, alone and beside decodes. buckets: sizes
+    of decode parts on a GPU, in place of those that a load of so many sequences has.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class OfflineEngine:
         max_seq: int,
         eager: bool = False,
         budgets: tuple[int, int] = (PREFILL_BUDGET, MIXED_BUDGET),
+        buckets: tuple[int, ...] | None = None,
     ) -> None:
         self._model = model
         config, device, dtype = model.config, model.device, model.dtype
@@ -62,7 +64,7 @@ class OfflineEngine:
             prefill_budget=budgets[0],
             mixed_budget=budgets[1],
             drafts=drafts,
-            buckets=decode_buckets(max_num_seqs) if ops.uniform else (),
+            buckets=(buckets or decode_buckets(max_num_seqs)) if ops.uniform else (),
         )
         caches = allocate_caches(
             config,

@@ -8,9 +8,12 @@ read meanwhile. Each candidate of each size takes its turn in the whole step; on
 
 from __future__ import annotations
 
+import gc
 import json
+import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +21,8 @@ from typing import Any
 import click
 import torch
 
-from mstar.kernels.registry import GemmKey, KernelChoice, Linears, Table, linears
+from mstar.kernels.bench.compile import CompilePool
+from mstar.kernels.registry import OP, GemmKey, KernelChoice, Linears, Table, device_name, linears, stack
 from mstar.loader import LoadError
 from mstar.ranks.cache import blocks_for
 from mstar.ranks.plan import bucket_of
@@ -27,6 +31,13 @@ from mstar.scripts.offline_model import OfflineModel
 
 REPLAYS, SAMPLES = 10, 7  # steps a sample, and samples: the median counts
 LEAST_GAIN = 0.003  # of the step: what the samples of one step differ by
+LOST = 1.01  # a step slower than the best by this after one sample is not measured further
+AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: the second cache holds 50 MB
+COMPILE_SHARE = 0.4  # of a batch size's time
+
+
+# of a size: its choice, and the step's time in microseconds with each candidate
+Found = dict[GemmKey, tuple[KernelChoice, dict[KernelChoice, float]]]
 
 
 class Trying(Table):
@@ -42,61 +53,118 @@ class Trying(Table):
         return self.tried.get(key) or super().choose(key)
 
 
+def sizes_by_worth(asked: dict[GemmKey, int]) -> list[GemmKey]:
+    """The sizes of a step, those that read most first; but residuals', in whose tiles the others' squares are, lead."""
+    return sorted(asked, key=lambda key: (key.kind != "residual", -asked[key] * key.n * key.k))
+
+
 def descend(
     table: Trying,
     candidates: Callable[[GemmKey], list[KernelChoice]],
-    step_us: Callable[[], float],
+    step_us: Callable[[float], float],
     until: float,
     say: Callable[[str], None],
-) -> dict[GemmKey, dict[str, float]]:
-    """Tries every candidate of every size in turn, those that the step runs most often first.
+) -> dict[GemmKey, dict[KernelChoice, float]]:
+    """Tries every candidate of every size in turn, `sizes_by_worth`; then how much of the next weight to ask for.
 
-    step_us: captures and times the step with the table as it is; it may raise where a candidate does not run.
-    until: of time.monotonic(). Returns the step's time with each candidate, and leaves the best in `table.tried`.
+    step_us: captures and times the step with the table as it is; it may raise where a candidate does not run, and
+    stop early where the step takes longer than its argument. until: of time.monotonic(). Returns the step's time
+    with each candidate, and leaves the best in `table.tried`.
     """
-    best = step_us()
-    keys = sorted(table.asked, key=lambda key: -table.asked[key] * key.n * key.k)
-    times: dict[GemmKey, dict[str, float]] = {}
-    for key in keys:
+    best = step_us(math.inf)
+    keys = sizes_by_worth(table.asked)
+    times: dict[GemmKey, dict[KernelChoice, float]] = {key: {table.choose(key): best} for key in keys}
+
+    def try_all(key: GemmKey, choices: list[KernelChoice]) -> None:
+        nonlocal best
         kept = table.choose(key)
-        times[key] = {kept.name: best}
-        for choice in candidates(key):
+        for choice in choices:
             if choice == kept or time.monotonic() > until:
                 continue
             table.tried[key] = choice
             try:
-                took = step_us()
+                took = step_us(best * LOST)
             except Exception as error:
                 say(f"{key.name} {choice.name}: {type(error).__name__}")
                 continue
-            times[key][choice.name] = took
+            times[key][choice] = took
             if took < best * (1 - LEAST_GAIN):
                 say(f"{key.name}: {best:.1f} -> {took:.1f} us with {choice.name}")
                 best, kept = took, choice
         table.tried[key] = kept
+
+    def ahead(key: GemmKey) -> None:
+        kept = table.choose(key)
+        if kept.kernel != "cublas":
+            try_all(key, [with_ahead(kept, mebibytes) for mebibytes in AHEAD_MIB])
+
+    for key in keys:
+        ahead(key)
+    for key in keys:
+        asks = dict(table.choose(key).params).get("AHEAD", 0)
+        try_all(key, [with_ahead(choice, asks) for choice in candidates(key)])
+    for key in keys:
+        ahead(key)
     return times
 
 
-def write_choices(path: Path, found: dict[GemmKey, tuple[KernelChoice, dict[str, float]]]) -> int:
-    """Moves sizes that a table has to the choices found. Returns how many moved."""
-    table: dict[str, Any] = json.loads(path.read_text())
+def with_ahead(choice: KernelChoice, mebibytes: int) -> KernelChoice:
+    """The same kernel, that asks for so much of the next weight."""
+    if choice.kernel == "cublas":
+        return choice
+    params = {**dict(choice.params), "AHEAD": mebibytes}
+    return KernelChoice(
+        choice.kernel, tuple(sorted((name, v) for name, v in params.items() if name != "AHEAD" or v))
+    )
+
+
+def known_tiles(table: Table, keys: Iterable[GemmKey]) -> tuple[int, ...]:
+    """In how many tiles a step's residual linears leave the squares of a row."""
+    found = set()
+    for key in keys:
+        width = dict(table.choose(key).params).get("BLOCK_N")
+        if key.kind == "residual" and width:
+            found.add(-(-key.n // width))
+    return tuple(sorted(found))
+
+
+def write_choices(path: Path, where: tuple[str, str], defaults: Linears, found: Found) -> int:
+    """Puts what was found into a device's table, a new one if there is none. Returns how many choices moved.
+
+    where: architecture and device. Every candidate is kept beside the choice with its step's time.
+    """
+    table: dict[str, Any] = {"op": OP, "arch": where[0], "device": where[1], "stack": stack(), "entries": {}}
+    if path.exists():
+        table = json.loads(path.read_text())
     moved = 0
     for key, (choice, times) in found.items():
-        entry = table["entries"].get(key.name)
-        if entry is None:
-            continue
-        entry["step_us"] = {name: round(us, 1) for name, us in sorted(times.items())}
-        if entry["choice"] != choice.name:
+        empty = {"choice": "", "default": defaults.default(key).name, "use": "", "candidates": {}}
+        entry = table["entries"].setdefault(key.name, empty)
+        for tried in times:
             alone = {
-                "kernel": choice.kernel,
-                "params": dict(choice.params),
-                "us": [],
-            }  # not measured by itself
-            entry["candidates"].setdefault(choice.name, alone).pop("error", None)
-            entry["choice"] = choice.name
-            moved += 1
+                "kernel": tried.kernel,
+                "launches": defaults.launches(tried, key),
+                "params": dict(tried.params),
+            }
+            entry["candidates"].setdefault(tried.name, {**alone, "us": []}).pop("error", None)
+        entry["step_us"] = {tried.name: round(us, 1) for tried, us in times.items()}
+        moved += entry["choice"] != choice.name
+        entry["choice"] = choice.name
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     return moved
+
+
+def check_table(path: Path, where: tuple[str, str]) -> None:
+    """Raises ClickException where a table is another device's, or was measured on another stack."""
+    if not path.exists():
+        return
+    table = json.loads(path.read_text())
+    ours = {"arch": where[0], "device": where[1], "stack": stack()}
+    for name, value in ours.items():
+        if table[name] != value:
+            raise click.ClickException(
+                f"{path} is for {name} {table[name]}, and this is {value}: name another file"
+            )
 
 
 class Step:
@@ -104,18 +172,21 @@ class Step:
 
     def __init__(self, model: OfflineModel, batch: int, context: int) -> None:
         rounded = -(-(context + REPLAYS * SAMPLES * 2 + 64) // 16) * 16
-        self._engine = OfflineEngine(model, drafts=0, max_num_seqs=batch, max_seq=rounded, eager=True)
+        buckets = (bucket_of(batch),)
+        self._engine = OfflineEngine(
+            model, drafts=0, max_num_seqs=batch, max_seq=rounded, eager=True, buckets=buckets
+        )
         assert self._engine.steps is not None, "a GPU's operations keep steps on the device"
         self._steps, executor = self._engine.steps, self._engine.executor
         self._lengths, self._context = executor.lengths, context
         blocks = blocks_for(rounded)
         table = torch.arange(1, batch * blocks + 1, dtype=torch.int32, device=executor.device)
         executor.block_table[1 : batch + 1, :blocks] = table.view(batch, blocks)
-        self._batch, self._bucket = batch, bucket_of(batch)
+        self._batch, self._bucket = batch, buckets[0]
         self._steps.place(list(range(1, batch + 1)), self._bucket)
 
-    def us(self) -> float:
-        """Captures the step and times it."""
+    def us(self, limit: float) -> float:
+        """Captures the step and times it; by one sample where that is above the limit."""
         graph = self._steps.captured(self._bucket)
         samples: list[float] = []
         for sample in range(SAMPLES + 1):
@@ -128,6 +199,8 @@ class Step:
             ended.synchronize()
             if sample:  # the first one warms up
                 samples.append(float(1e3 * begun.elapsed_time(ended) / REPLAYS))
+                if samples[0] > limit:
+                    break
         return median(samples)
 
     def end(self) -> None:
@@ -140,7 +213,7 @@ class Step:
 @click.option("--context", type=click.IntRange(1), default=512, show_default=True, help="Tokens of each.")
 @click.option("--dtype", default="auto", show_default=True, help="As `load` takes it.")
 @click.option(
-    "--table", "table_path", type=click.Path(dir_okay=False, path_type=Path), help="Move its choices."
+    "--table", "table_path", type=click.Path(dir_okay=False, path_type=Path), help="Write its choices."
 )
 @click.option(
     "--budget-s", type=float, default=300.0, show_default=True, help="Try nothing further after it."
@@ -164,28 +237,41 @@ def main(
         raise click.ClickException(f"{error}") from error
     from mstar.kernels.linear.gpu.candidates import step_candidates  # Triton, which needs a GPU
 
+    where = device_name(loaded.device)
+    if table_path is not None:
+        check_table(table_path, where)
     ops, defaults = loaded.trunk.ops, linears()
     until = time.monotonic() + budget_s
+    pool = CompilePool(max(1, (os.cpu_count() or 2) - 2))
+    gc.freeze()  # a capture collects garbage first, through all that torch and Triton are made of
     report: dict[str, Any] = {}
     sizes = [int(size) for size in batch.split(",")]
     for place, size in enumerate(sizes):
         step = Step(loaded, size, context)
         table = Trying(ops.table, defaults)  # type: ignore[attr-defined]
         ops.table = table  # type: ignore[attr-defined]
-        before = step.us()
+        before = step.us(math.inf)
         share = (until - time.monotonic()) / (len(sizes) - place)
-        times = descend(table, step_candidates, step.us, time.monotonic() + share, click.echo)
-        after = step.us()
+        end = time.monotonic() + share
+        jobs = [(key, choice) for key in sizes_by_worth(table.asked) for choice in step_candidates(key)]
+        skinny = [job for job in jobs if job[1].kernel != "cublas"]
+        pool.compile(skinny, share * COMPILE_SHARE, known_tiles(table, table.asked))
+        times = descend(table, step_candidates, step.us, end, click.echo)
+        after = step.us(math.inf)
         click.echo(f"batch {size}: {before:.1f} -> {after:.1f} us, {sum(map(len, times.values()))} tried")
         found = {key: (table.choose(key), each) for key, each in times.items()}
         report[str(size)] = {
             "before_us": before,
             "after_us": after,
-            "sizes": {key.name: {"choice": c.name, "step_us": each} for key, (c, each) in found.items()},
+            "sizes": {
+                key.name: {"choice": choice.name, "step_us": {tried.name: us for tried, us in each.items()}}
+                for key, (choice, each) in found.items()
+            },
         }
         if table_path is not None:
-            click.echo(f"{table_path}: {write_choices(table_path, found)} sizes moved")
+            click.echo(f"{table_path}: {write_choices(table_path, where, defaults, found)} sizes moved")
         step.end()
+    pool.close()
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import get_context
 
 from mstar.kernels.registry import GemmKey, KernelChoice
@@ -31,11 +32,16 @@ class CompilePool:
         self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
         self.failures: dict[Job, str] = {}
 
-    def compile(self, jobs: list[Job], seconds: float) -> None:
-        """Runs each job once; returns when all are done, or in about that many seconds."""
+    def compile(self, jobs: list[Job], seconds: float, known_tiles: tuple[int, ...] | None = None) -> None:
+        """Runs each job once; returns when all are done, or in about that many seconds.
+
+        known_tiles: run them as a step does, see `run_once`.
+        """
         end = time.monotonic() + seconds
         try:
-            futures: dict[Future[str], Job] = {self._pool.submit(run_once, *job): job for job in jobs}
+            futures: dict[Future[str], Job] = {
+                self._pool.submit(run_once, *job, known_tiles): job for job in jobs
+            }
         except BrokenProcessPool:  # from now on candidates are compiled where they are measured
             return
         done, missed = wait(futures, timeout=max(0.0, end - time.monotonic()))
@@ -50,21 +56,34 @@ class CompilePool:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run_once(key: GemmKey, choice: KernelChoice) -> str:
-    """One call on whatever is in memory; why it failed, or nothing."""
+def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | None = None) -> str:
+    """Calls on whatever is in memory; why one failed, or nothing.
+
+    known_tiles: None, or call it as a step does, which knows what is read next and in how many tiles the squares of
+    a row are, one of these; a residual's are counted.
+    """
     global _lost
     if _lost:
         return ""
     import torch
 
     from mstar.kernels.bench.parity import TORCH_DTYPES, make_inputs
-    from mstar.kernels.linear.gpu.run import run_linear
+    from mstar.kernels.linear.gpu.ahead import Ahead
+    from mstar.kernels.linear.gpu.run import run_linear, run_residual
 
     device = torch.device("cuda")
     try:
         inputs = make_inputs(key, device, torch.Generator(device))
         weight = torch.empty(key.weight_shape, dtype=TORCH_DTYPES[key.dtype], device=device)
-        inputs.run(run_linear, choice, weight)
+        if known_tiles is None:
+            inputs.run(run_linear, choice, weight)
+        elif inputs.residual is not None:
+            run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight))
+        else:
+            norms = key.kind in ("norm", "gated") and choice.kernel == "dot"
+            for tiles in (0, *known_tiles) if norms else (0,):
+                squares = torch.ones(tiles, key.rows, device=device) if tiles else None
+                inputs.run(partial(run_linear, known=squares, ahead=Ahead(weight)), choice, weight)
         torch.cuda.synchronize()
     except Exception as error:  # of any kind: the bench records it
         if isinstance(error, torch.OutOfMemoryError):  # of the neighbours' making: it is tried again alone

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import time
 
-from mstar.kernels.registry import GemmKey, KernelChoice, Table
-from mstar.scripts.tune_step import Trying, descend, write_choices
+import pytest
+from click import ClickException
+
+from mstar.kernels.registry import GemmKey, KernelChoice, Table, read_table, stack
+from mstar.scripts.tune_step import Trying, check_table, descend, known_tiles, with_ahead, write_choices
 
 A = GemmKey("norm", 1, 8224, 1024, "bf16")
 B = GemmKey("residual", 1, 1024, 2048, "bf16")
@@ -27,44 +30,74 @@ class Defaults:
 def tuned(cost, until=None):
     table = Trying(Table(Defaults()), Defaults())
 
-    def step_us():
+    def step_us(limit):
         return sum(cost(key, table.choose(key)) for key in (A, A, B))
 
-    step_us()
+    step_us(0.0)
     said = []
     limit = time.monotonic() + 60 if until is None else until
     return table, descend(table, Defaults().candidates, step_us, limit, said.append), said
 
 
 def cost(key, choice):
-    if choice == BROKEN:
+    params = dict(choice.params)
+    if params["BLOCK_N"] == 16:
         raise RuntimeError("does not run")
     # alone FAST wins for both; in the step it costs the second size something
-    return {A: {SLOW: 10.0, FAST: 7.0}, B: {SLOW: 5.0, FAST: 5.0}}[key][choice]
+    us = {A: {4: 7.0, 8: 10.0}, B: {4: 5.5, 8: 5.0}}[key][params["BLOCK_N"]]
+    # what the first asks for is worth most at 8 MiB
+    return us - (2.0 - abs(params.get("AHEAD", 0) - 8) / 4 if key == A else 0)
 
 
 def test_a_size_moves_only_where_the_step_gets_faster():
     table, times, said = tuned(cost)
-    assert (table.choose(A), table.choose(B)) == (FAST, SLOW)
-    assert times[A] == {SLOW.name: 25.0, FAST.name: 19.0}
-    assert times[B] == {SLOW.name: 19.0, FAST.name: 19.0}
+    assert (table.choose(A), table.choose(B)) == (with_ahead(FAST, 8), SLOW)
+    assert times[A][SLOW] == 25.0 and times[A][with_ahead(SLOW, 8)] == 21.0
+    assert times[A][with_ahead(FAST, 8)] == 15.0
     assert sum("RuntimeError" in line for line in said) == 2
+
+
+def test_asking_for_nothing_is_no_parameter():
+    assert with_ahead(FAST, 0) == FAST == with_ahead(with_ahead(FAST, 8), 0)
+    assert with_ahead(KernelChoice("cublas"), 8) == KernelChoice("cublas")
 
 
 def test_nothing_further_is_tried_when_the_time_is_over():
     table, times, _ = tuned(cost, until=time.monotonic() - 1)
-    assert table.choose(A) == SLOW and list(times[A]) == [SLOW.name]
+    assert table.choose(A) == SLOW and list(times[A]) == [SLOW]
+
+
+def test_tiles_of_squares_are_those_of_the_residuals_choices():
+    table = Table(Defaults(), {B: FAST})
+    assert known_tiles(table, [A, B]) == (256,)
+    assert known_tiles(Table(Defaults(), {B: KernelChoice("cublas")}), [A, B]) == ()
 
 
 def test_a_table_takes_choices_and_knows_how_they_are_launched(tmp_path):
     path = tmp_path / "decode_gemm.json"
-    entry = {"choice": SLOW.name, "candidates": {SLOW.name: {}, FAST.name: {}}}
-    path.write_text(
-        json.dumps({"entries": {A.name: entry, B.name: {**entry, "candidates": {SLOW.name: {}}}}})
-    )
-    found = {A: (FAST, {FAST.name: 1.0}), B: (FAST, {FAST.name: 2.0})}
-    assert write_choices(path, found) == 2
-    entries = json.loads(path.read_text())["entries"]
-    assert entries[A.name]["choice"] == entries[B.name]["choice"] == FAST.name
-    assert entries[A.name]["step_us"] == {FAST.name: 1.0}
-    assert entries[B.name]["candidates"][FAST.name] == {"kernel": "fma", "params": {"BLOCK_N": 4}, "us": []}
+    found = {A: (FAST, {SLOW: 2.0, FAST: 1.0}), B: (SLOW, {SLOW: 2.0})}
+    assert write_choices(path, ("sm_90", "h200"), Defaults(), found) == 2
+    assert write_choices(path, ("sm_90", "h200"), Defaults(), found) == 0
+    read = read_table(path, stack(), Defaults())
+    assert read.notes == () and (read.choose(A), read.choose(B)) == (FAST, SLOW)
+    entry = json.loads(path.read_text())["entries"][A.name]
+    assert entry["step_us"] == {FAST.name: 1.0, SLOW.name: 2.0} and entry["default"] == SLOW.name
+    assert entry["candidates"][FAST.name] == {
+        "kernel": "fma",
+        "launches": 1,
+        "params": {"BLOCK_N": 4},
+        "us": [],
+    }
+
+
+def test_a_table_of_another_device_or_stack_is_left_alone(tmp_path):
+    path = tmp_path / "decode_gemm.json"
+    check_table(path, ("sm_90", "h200"))
+    write_choices(path, ("sm_90", "h200"), Defaults(), {A: (FAST, {FAST: 1.0})})
+    check_table(path, ("sm_90", "h200"))
+    with pytest.raises(ClickException, match="for device h200, and this is h100"):
+        check_table(path, ("sm_90", "h100"))
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps(table | {"stack": {"torch": "1.0", "triton": "1.0"}}))
+    with pytest.raises(ClickException, match="for stack"):
+        check_table(path, ("sm_90", "h200"))

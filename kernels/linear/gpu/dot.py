@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
+from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
+from mstar.kernels.linear.gpu.ahead import ask_ahead
 from mstar.kernels.linear.gpu.epilogue import residual_tile, store_outputs
 from mstar.kernels.linear.gpu.fma import by_vector
 
@@ -22,20 +24,21 @@ def block_rows(rows: int) -> int:
     return max(16 if torch.version.hip else 8, min(MOST_ROWS, 1 << (rows - 1).bit_length()))
 
 
-@triton.jit(do_not_specialize=["rows", "n", "known_tiles"])
+@triton.jit(do_not_specialize=["rows", "n", "known_tiles", "ahead_lines", "ahead_first", "ahead_gap"])
 def _dot(
     x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scratch, counters,
-    rows, n, known_tiles,
+    rows, n, known_tiles, ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
-    SOON: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    SOON: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     known: None, or [known_tiles, rows] float32, whose columns add up to the squares of x's rows; KNOWN: at least
     known_tiles, a power of two. sums: None, or where the squares of what is stored go, see `store_outputs`.
     scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output] int32 zeros, zeros again at
-    the end. VECTOR: values of 16 bytes.
+    the end. VECTOR: values of 16 bytes. ahead: None, or a weight to ask the second cache for, see `ask_ahead`.
     SOON: the next kernel may start with this one, not only once this one has waited for those before it.
     PREFETCH: the first tile of weights is asked for before the kernel ahead ended. PRESCALE: what x * norm is
     multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
@@ -59,6 +62,8 @@ def _dot(
         w = _tile(w_at, first, K, BLOCK_K, whole)
         u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
     if PDL:
+        if ahead is not None:
+            ask_ahead(ahead, ahead_lines, ahead_first, ahead_gap, THREADS)
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
         if not SOON:
             tl.extra.cuda.gdc_launch_dependents()
@@ -150,16 +155,17 @@ def _product(w, b, acc, UPCAST: tl.constexpr):
 
 _CONSTANTS = (
     "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "VECTOR",
-    "PRESCALE", "UPCAST", "PDL",
+    "PRESCALE", "UPCAST", "THREADS", "PDL",
 )  # fmt: skip
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "known": "*fp32", "eps": "fp32",
     "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scratch": "*fp32",
-    "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32", **dict.fromkeys(_CONSTANTS, "constexpr"),
+    "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32",
+    **AHEAD, **dict.fromkeys(_CONSTANTS, "constexpr"),
 }  # fmt: skip
 _TILE = {
     "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
-    "SOON": 0, "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False,
+    "SOON": 0, "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,
 }  # fmt: skip
 
 

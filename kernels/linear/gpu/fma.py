@@ -10,22 +10,26 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
+from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
+from mstar.kernels.linear.gpu.ahead import ask_ahead
 from mstar.kernels.linear.gpu.epilogue import residual_tile, store_outputs
 
 MOST_ROWS = 8
 
 
-@triton.jit(do_not_specialize=["rows", "n"])
+@triton.jit(do_not_specialize=["rows", "n", "ahead_lines", "ahead_first", "ahead_gap"])
 def _fma(
     x, x_stride, weight, norm, eps, residual, residual_stride, out, sums, rows, n,
+    ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, SOON: tl.constexpr,
-    PDL: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     ROWS: rows, or more, up to 8. VECTOR: values of 16 bytes. UNROLL: tiles of k are written out, not a loop.
     sums: None, or where the squares of what is stored go, see `store_outputs`.
+    ahead: None, or a weight to ask the second cache for, see `ask_ahead`.
     SOON: the next kernel may start with this one, not only once this one has waited for those before it.
     """
     if PDL and SOON:
@@ -39,6 +43,8 @@ def _fma(
     u = _weights(u_at, 0, K, BLOCK_K) if GATED else w
     g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
     if PDL:
+        if ahead is not None:
+            ask_ahead(ahead, ahead_lines, ahead_first, ahead_gap, THREADS)
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
         if not SOON:
             tl.extra.cuda.gdc_launch_dependents()
@@ -181,11 +187,12 @@ def _add(acc, values, w, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
     "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "rows": "i32", "n": "i32",
+    **AHEAD,
     **dict.fromkeys(
-        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "PDL"), "constexpr"
+        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "THREADS", "PDL"), "constexpr"
     ),
 }  # fmt: skip
-_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0}
+_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0, "THREADS": 128}
 AOT_CASES = [
     AotCase(
         _fma,

@@ -11,6 +11,7 @@ import triton
 
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.linear.gpu import dot, fma
+from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
 from mstar.kernels.linear.gpu.epilogue import add_residual, silu_gated
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.registry import KernelChoice
@@ -56,14 +57,15 @@ def run_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     known: torch.Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """`mstar.kernels.linear.linear`, or `gated_linear` under kind "gated", as `choice` says.
 
     choice: of `candidates`; above 64 rows every choice is "cublas". kind: one of registry.KINDS.
     x: [rows, k], rows may lie apart; weight: [n, k] or, gated, [2 * n, k], contiguous; norm: [k] float32, with any
     kind; residual: [rows, n], of kind "residual"; known: [tiles, rows] float32 whose columns add up to the squares
-    of x's rows (`run_residual`), for a norm that need not count them again. Returns [rows, n] in x's dtype, float32
-    under kind "f32".
+    of x's rows (`run_residual`), for a norm that need not count them again; ahead: what is read next, of which the
+    choice's AHEAD MiB are asked for. Returns [rows, n] in x's dtype, float32 under kind "f32".
 
     Roundings are the reference's, but that a skinny kernel scales by 1/rms after the product: "fma" never rounds
     norm(x), "dot" rounds x * norm. With NORM_FIRST, a norm kernel runs before, and norm(x) is
@@ -83,12 +85,18 @@ def run_linear(
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
         if norm is not None:
             x, norm = rms_norm_rows(x, norm, eps), None
-    call = skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual, known=known)
+    call = skinny_call(
+        choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual, known=known, ahead=ahead
+    )
     return call.start()
 
 
 def run_residual(
-    choice: KernelChoice, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
+    choice: KernelChoice,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    ahead: Ahead | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`run_linear` of kind "residual", and the squares of the result's rows for the norm that reads it.
 
@@ -101,7 +109,8 @@ def run_residual(
         return run_linear(choice, x, weight, kind="residual", residual=residual), None
     tiles = triton.cdiv(weight.shape[0], dict(choice.params)["BLOCK_N"])
     sums = torch.empty(tiles, rows, dtype=torch.float32, device=x.device)
-    return skinny_call(choice, x, weight, kind="residual", residual=residual, sums=sums).start(), sums
+    call = skinny_call(choice, x, weight, kind="residual", residual=residual, sums=sums, ahead=ahead)
+    return call.start(), sums
 
 
 def skinny_call(
@@ -115,6 +124,7 @@ def skinny_call(
     residual: torch.Tensor | None = None,
     known: torch.Tensor | None = None,
     sums: torch.Tensor | None = None,
+    ahead: Ahead | None = None,
     out: torch.Tensor | None = None,
 ) -> Call:
     """The launch of a skinny kernel; arguments as of `run_linear`.
@@ -126,9 +136,13 @@ def skinny_call(
     n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
     if out is None:
         out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
+    params = dict(choice.params)
+    mebibytes = params.pop("AHEAD", 0)
     arguments = {
         "SOON": 0,
-        **dict(choice.params),
+        **params,
+        **(NOTHING if ahead is None else ahead.arguments(mebibytes)),
+        "THREADS": params["num_warps"] * (64 if torch.version.hip else 32),
         "x": x,
         "x_stride": x.stride(0),
         "weight": weight,
