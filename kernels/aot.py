@@ -29,7 +29,7 @@ class AotCase:
 
     signature: argument types by name as Triton writes them ("*bf16", "fp32", "i32", "constexpr").
     constants: values of the constexpr arguments. pdl: whether a GPU of CUDA launches it as a dependent; the
-    constant PDL is set accordingly, and is false elsewhere.
+    constant PDL is set accordingly, and is false elsewhere. aligned: numbers that are multiples of 16; addresses are.
     """
 
     kernel: Any
@@ -38,6 +38,7 @@ class AotCase:
     num_warps: int = 4
     num_stages: int = 2
     pdl: bool = False
+    aligned: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +64,11 @@ def compile_case(case: AotCase, target: str) -> Any:
         constants["PDL"] = case.pdl and backend == "cuda"
         if constants["PDL"]:
             options["launch_pdl"] = True
-    source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=constants)
+    # as torch allocates them, and as Triton therefore specialises launches
+    aligned = [place for place, kind in enumerate(case.signature.values()) if kind.startswith("*")]
+    aligned += [list(case.signature).index(name) for name in case.aligned]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
+    source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
 
 

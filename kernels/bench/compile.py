@@ -80,7 +80,7 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
         elif inputs.residual is not None:
             run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight))
         else:
-            norms = key.kind in ("norm", "gated") and choice.kernel == "dot"
+            norms = key.kind in ("norm", "gated") and choice.kernel != "fma"
             for tiles in (0, *known_tiles) if norms else (0,):
                 squares = torch.ones(tiles, key.rows, device=device) if tiles else None
                 inputs.run(partial(run_linear, known=squares, ahead=Ahead(weight)), choice, weight)

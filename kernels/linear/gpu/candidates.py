@@ -6,7 +6,7 @@ from math import log2
 
 import torch
 
-from mstar.kernels.linear.gpu import dot, fma
+from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.registry import GemmKey, KernelChoice
 
 CUBLAS = KernelChoice("cublas")
@@ -16,7 +16,7 @@ PROCESSORS = 132
 SHARED_BYTES = (60 if torch.version.hip else 220) << 10  # AMD's units have 64 KiB
 THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of registers that it may have
 # Warps that a processor should be given to do: by the bytes in flight that hide the memory's latency.
-WARPS = {"fma": 24, "dot": 8}
+WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
 # outputs a program, warps, vectors of 16 bytes that a thread reads of each weight row at a time
 FMA_TILES = (
@@ -85,7 +85,8 @@ def candidates(key: GemmKey) -> list[KernelChoice]:
     if key.rows <= dot.MOST_ROWS:
         found.append(default(key))
     if key.rows <= fma.MOST_ROWS:
-        found += _fma_candidates(key)[:12]
+        found += _fma_candidates(key)[: 12 if key.rows <= 2 else 6]
+    found += _mma_candidates(key)[:14]
     if key.rows <= dot.MOST_ROWS:
         found += _dot_candidates(key)[: 4 if key.rows <= 2 else 10 if key.rows <= 8 else 14]
     return list(dict.fromkeys(found))
@@ -208,13 +209,43 @@ def _strip_candidates(key: GemmKey) -> list[KernelChoice]:
     return sorted(found, key=lambda choice: _distance(choice, key))
 
 
+def _mma_candidates(key: GemmKey) -> list[KernelChoice]:
+    """Tiles that registers hold, k dealt to the warps of a program and, where outputs are few, to programs too."""
+    if key.dtype == "fp32" or not 2 <= key.rows <= mma.MOST_ROWS:
+        return []
+    sides = 2 if key.kind == "gated" else 1
+    rows = dot.block_rows(key.rows)
+    found = []
+    for outputs in (16, 32):
+        for warps in (4, 8, 2, 16):
+            for runs in (8, 4, 2, 16):
+                block_k = 32 * warps * runs
+                # bytes of a thread: its tiles of the weight and of x, sums, a norm's multipliers
+                held = (outputs * sides + rows) // 8 * 16 * runs + 4 * outputs * rows * sides // 32
+                held += 32 * runs * (key.kind in ("norm", "gated"))
+                if held > THREAD_BYTES or block_k >= 2 * key.k:
+                    continue
+                for split in (1,) if key.kind in ("norm", "gated") else (1, 2, 4, 7, 8):
+                    if key.k % (block_k * split) or (split > 1 and split * key.n > 1 << 15):
+                        continue
+                    found.append(
+                        _choice("mma", BLOCK_N=outputs, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps)
+                    )
+    found.sort(key=lambda choice: _distance(choice, key))
+    if key.kind in ("norm", "gated"):
+        # without a norm a thread has room for more of the weight
+        others = [_choice("mma", **dict(choice.params), NORM_FIRST=1) for choice in found[:4]]
+        return found[:4] + others + found[4:]
+    return found
+
+
 def _distance(choice: KernelChoice, key: GemmKey) -> float:
     """How far a launch is from what should be fast, in doublings; 0 is best."""
     params = dict(choice.params)
     count = programs(choice, key) / PROCESSORS
     distance = max(0.0, log2(WARPS[choice.kernel] / (count * params["num_warps"])))
     distance += max(0.0, log2(count / 16)) / 4  # each program has a start and an end
-    if choice.kernel == "dot":
+    if choice.kernel != "fma":
         # every program reads all rows of x, through the second cache; a split writes and reads its parts
         distance += max(0.0, log2(dot.block_rows(key.rows) / params["BLOCK_N"])) + log2(params["SPLIT_K"]) / 2
     return distance

@@ -13,7 +13,7 @@ import triton.language as tl
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
-from mstar.kernels.linear.gpu.epilogue import residual_tile, store_outputs
+from mstar.kernels.linear.gpu.epilogue import known_squares, residual_tile, store_outputs, store_parts
 from mstar.kernels.linear.gpu.fma import by_vector
 
 MOST_ROWS = 64
@@ -37,8 +37,8 @@ def _dot(
 
     known: None, or [known_tiles, rows] float32, whose columns add up to the squares of x's rows; KNOWN: at least
     known_tiles, a power of two. sums: None, or where the squares of what is stored go, see `store_outputs`.
-    scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output] int32 zeros, zeros again at
-    the end. VECTOR: values of 16 bytes. ahead: None, or a weight to ask the second cache for, see `ask_ahead`.
+    scratch, counters: of `store_parts`. VECTOR: values of 16 bytes.
+    ahead: None, or a weight to ask the second cache for, see `ask_ahead`.
     SOON: the next kernel may start with this one, not only once this one has waited for those before it.
     PREFETCH: the first tile of weights is asked for before the kernel ahead ended. PRESCALE: what x * norm is
     multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
@@ -84,13 +84,7 @@ def _dot(
             acc_u = _product(u, b, acc_u, UPCAST)
     if norm is not None:
         if known is not None:
-            tile_of = tl.arange(0, KNOWN)[:, None]
-            part = tl.load(
-                known + tile_of * rows + lines[None, :],
-                mask=(tile_of < known_tiles) & (lines < rows)[None, :],
-                other=0.0,
-            )
-            square = tl.sum(part, 0)
+            square = known_squares(known, known_tiles, lines, rows, KNOWN)
         else:
             square = tl.sum(squares, 1)
         scale = tl.rsqrt(square / K + eps) / PRESCALE
@@ -99,20 +93,10 @@ def _dot(
     if SPLIT_K == 1:
         store_outputs(acc, acc_u, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
     else:
-        # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        part_size: tl.constexpr = BLOCK_N * ROWS
-        part = scratch + tile.to(tl.int64) * (SPLIT_K * part_size)
-        part += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tl.store(part + tl.program_id(1) * part_size, acc)
-        tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for split in tl.static_range(SPLIT_K):
-                # past the first cache, which other programs' stores do not reach
-                total += tl.load(part + split * part_size, cache_modifier=".cg")
-            store_outputs(total, acc_u, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
-            tl.store(counters + tile, 0)
+        store_parts(
+            acc, acc_u, r, out, sums, scratch, counters, outputs, lines, rows, n, GATED, residual is not None,
+            SPLIT_K, BLOCK_N, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -53,6 +53,40 @@ def store_outputs(
         tl.store(sums + tl.program_id(0) * rows + lines, tl.sum(f * f, 0), mask=lines < rows)
 
 
+@triton.jit
+def known_squares(known, tiles, lines, rows, KNOWN: tl.constexpr):
+    """The squares of rows that `store_outputs` left in `tiles` parts: [lines] float32."""
+    tile = tl.arange(0, KNOWN)[:, None]
+    inside = (tile < tiles) & (lines < rows)[None, :]
+    return tl.sum(tl.load(known + tile * rows + lines[None, :], mask=inside, other=0.0), 0)
+
+
+@triton.jit
+def store_parts(
+    y, up, r, out, sums, scratch, counters, outputs, lines, rows, n, GATED: tl.constexpr, ADD: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`store_outputs` of what SPLIT_K programs have parts of: the last of them to arrive adds them up, in order.
+
+    Programs: tiles of outputs, parts, tiles of rows. scratch: a tile [BLOCK_N, ROWS] float32 a program; counters:
+    [tiles of the output] int32 zeros, zeros again at the end.
+    """
+    # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    part_size: tl.constexpr = BLOCK_N * ROWS
+    part = scratch + tile.to(tl.int64) * (SPLIT_K * part_size)
+    part += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(part + tl.program_id(1) * part_size, y)
+    tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+        total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        for split in tl.static_range(SPLIT_K):
+            # past the first cache, which other programs' stores do not reach
+            total += tl.load(part + split * part_size, cache_modifier=".cg")
+        store_outputs(total, up, r, out, sums, outputs, lines, rows, n, GATED, ADD)
+        tl.store(counters + tile, 0)
+
+
 def silu_gated(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of both: [rows, 2 * n], gate then up, contiguous. Returns [rows, n]."""
     rows, n = both.shape[0], both.shape[1] // 2

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 
 from mstar.kernels.launch import interpreted, launch_options
-from mstar.kernels.linear.gpu import dot, fma
+from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
 from mstar.kernels.linear.gpu.epilogue import add_residual, silu_gated
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
@@ -163,8 +163,10 @@ def skinny_call(
             raise ValueError(f"fma takes {fma.MOST_ROWS} rows, not {rows}")
         arguments |= {"ROWS": triton.next_power_of_2(rows), "VECTOR": 16 // x.element_size()}
         return Call(fma._fma, (triton.cdiv(n, arguments["BLOCK_N"]),), arguments, out)
-    if choice.kernel != "dot":
+    if choice.kernel not in ("dot", "mma"):
         raise ValueError(f"no kernel named {choice.kernel}")
+    if choice.kernel == "mma" and rows > mma.MOST_ROWS:
+        raise ValueError(f"mma takes {mma.MOST_ROWS} rows, not {rows}")
     split = arguments["SPLIT_K"]
     if split > 1 and (norm is not None or kind == "gated"):
         raise ValueError("a split of k goes with neither a norm nor a gate")
@@ -173,7 +175,6 @@ def skinny_call(
     programs = grid[0] * grid[1] * grid[2]
     arguments |= {
         "ROWS": block,
-        "VECTOR": 16 // x.element_size(),
         "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if split > 1 else None,
         "counters": _counters(x.device, grid[0] * grid[2]) if split > 1 else None,
         "known": known if norm is not None else None,
@@ -182,7 +183,9 @@ def skinny_call(
         "PRESCALE": 1 / 16 if x.dtype == torch.float16 else 1.0,  # 16: more than a norm's multiplier is
         "UPCAST": interpreted(),
     }
-    return Call(dot._dot, grid, arguments, out)
+    if choice.kernel == "mma":
+        return Call(mma._mma, grid, arguments | {"PARTS": arguments["num_warps"], "num_stages": 1}, out)
+    return Call(dot._dot, grid, arguments | {"VECTOR": 16 // x.element_size()}, out)
 
 
 def _run_cublas(

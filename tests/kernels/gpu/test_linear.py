@@ -37,14 +37,18 @@ DOT_NORM_FIRST = choice(
 # all of k in one tile, and the next kernel may start with this one
 DOT_STRIP = choice("dot", BLOCK_N=16, BLOCK_K=512, SPLIT_K=1, PREFETCH=1, SOON=1, num_warps=2, num_stages=1)
 DOT_SPLIT = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, num_warps=2, num_stages=3)
+MMA = choice("mma", BLOCK_N=16, BLOCK_K=128, SPLIT_K=1, num_warps=2)
+MMA_LOOP = choice("mma", BLOCK_N=32, BLOCK_K=32, SPLIT_K=1, num_warps=1)
+MMA_SPLIT = choice("mma", BLOCK_N=16, BLOCK_K=64, SPLIT_K=2, num_warps=2)
 NAMES = {
     "fma": FMA, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP, "dot-split": DOT_SPLIT,
-    "dot-strip": DOT_STRIP,
+    "dot-strip": DOT_STRIP, "mma": MMA, "mma-loop": MMA_LOOP, "mma-split": MMA_SPLIT,
     "dot-norm-first": DOT_NORM_FIRST, "cublas": CUBLAS,
 }  # fmt: skip
 ROWS = {
     "fma": (1, 3, 8), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63), "dot-split": (5, 33),
     "dot-norm-first": (3,), "dot-strip": (4, 17),
+    "mma": (3, 16, 32), "mma-loop": (9,), "mma-split": (5,),
     "cublas": (1, 65),
 }  # fmt: skip
 
@@ -76,7 +80,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, kind, dtype):
-    if name == "dot-split" and kind in ("norm", "gated"):
+    if name in ("dot-split", "mma-split") and kind in ("norm", "gated"):
         pytest.skip("a split goes with neither: test_what_does_not_fit_is_refused")
     if name == "dot-norm-first" and kind not in ("norm", "gated"):
         pytest.skip("without a norm it is dot-loop")
@@ -94,7 +98,7 @@ def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, k
         assert relative(got, want) < 2 * BOUNDS[kind][dtype]
 
 
-@pytest.mark.parametrize("name", ["fma", "fma-loop", "dot", "dot-split"])
+@pytest.mark.parametrize("name", ["fma", "fma-loop", "dot", "dot-split", "mma", "mma-split"])
 def test_stores_end_where_the_output_does(device, name):
     given = arguments("residual", 5, 37, 205, torch.bfloat16, device)
     whole = torch.full((7, 37), 3.0, dtype=torch.bfloat16, device=device)
@@ -103,7 +107,7 @@ def test_stores_end_where_the_output_does(device, name):
     assert torch.equal(whole[[0, 6]].float(), torch.full((2, 37), 3.0, device=device))
 
 
-@pytest.mark.parametrize("name", ["fma", "dot", "dot-split"])
+@pytest.mark.parametrize("name", ["fma", "dot", "dot-split", "mma"])
 def test_a_row_does_not_depend_on_its_neighbours(device, name):
     given = arguments("f32", 7, 37, 205, torch.bfloat16, device)
     whole = run_linear(NAMES[name], given["x"], given["weight"], kind="f32")
@@ -142,6 +146,8 @@ def test_what_does_not_fit_is_refused(device):
     x, weight, norm = given["x"], given["weight"], given["norm"]
     with pytest.raises(ValueError, match="8 rows, not 9"):
         run_linear(FMA, x, weight, kind="plain")
+    with pytest.raises(ValueError, match="32 rows, not 33"):
+        run_linear(MMA, torch.randn(33, 205, device=device), weight, kind="plain")
     with pytest.raises(ValueError, match="split"):
         run_linear(DOT_SPLIT, x, weight, kind="gated", norm=norm)
     with pytest.raises(ValueError, match="needs a norm"):
@@ -174,7 +180,7 @@ def test_candidates_fit_and_hold_the_default(n, k):
                 key = GemmKey(kind, rows, n, k, dtype)
                 found = candidates(key)
                 assert found[0] == CUBLAS and default(key) in found
-                assert len(found) == len(set(found)) <= 24
+                assert len(found) == len(set(found)) <= 36
                 few = kind in ("gated", "f32") and k >= 128  # where a tile of the liked ones fits
                 fma_rows = 8 if dtype == "fp32" else 2 if few else 4
                 kernel = "fma" if rows <= fma_rows else "dot" if rows <= 64 else "cublas"
@@ -197,6 +203,11 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert key.rows <= 8
         # all warps along k: see candidates
         assert params["BLOCK_K"] % (32 * params["num_warps"] * 16 // item) == 0
+    elif found.kernel == "mma":
+        assert 2 <= key.rows <= 32 and key.dtype != "fp32"
+        assert params["SPLIT_K"] == 1 or key.kind not in ("norm", "gated")
+        assert params["BLOCK_K"] % (32 * params["num_warps"]) == 0
+        assert key.k % (params["BLOCK_K"] * params["SPLIT_K"]) == 0
     else:
         assert key.rows <= 64
         assert params["SPLIT_K"] == 1 or key.kind not in ("norm", "gated")
@@ -204,7 +215,7 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
 
 
-@pytest.mark.parametrize("name", ["fma", "dot", "dot-split"])
+@pytest.mark.parametrize("name", ["fma", "dot", "dot-split", "mma", "mma-split"])
 @pytest.mark.parametrize("rows", [3, 8])
 def test_squares_of_a_residual_serve_the_norm_behind_it(device, name, rows):
     given = arguments("residual", rows, 205, 141, torch.bfloat16, device)
@@ -219,6 +230,8 @@ def test_squares_of_a_residual_serve_the_norm_behind_it(device, name, rows):
         got = run_linear(DOT, kind=kind, known=squares, **behind)
         assert relative(got, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
         assert relative(got, counted) < BOUNDS[kind][torch.bfloat16]
+        by_mma = run_linear(MMA, kind=kind, known=squares, **behind)
+        assert relative(by_mma, got) < BOUNDS[kind][torch.bfloat16]
         # they are what is used: twice the squares is a norm larger by the root of two
         doubled = run_linear(DOT, kind=kind, known=2 * squares, **behind)
         assert relative(doubled, got) > 0.1
