@@ -10,7 +10,7 @@ from mstar.arch.caches import AttentionCache, GdnCache, LayerCache
 from mstar.arch.parallel import Mesh, row_parallel
 from mstar.kernels.attention import AttentionWeights
 from mstar.kernels.gdn import GdnWeights
-from mstar.kernels.ops import Ops
+from mstar.kernels.ops import Ops, Packed
 from mstar.kernels.rows import Rows
 from mstar.loader.config import FULL, ModelConfig
 
@@ -98,12 +98,13 @@ class Layer:
             self.mixer = GdnMixer(config, sub_weights(weights, "linear_attn."), tp_size, ops)
         self.gate_up = ops.pack_gated(weights.pop("mlp.gate_proj.weight"), weights.pop("mlp.up_proj.weight"))
         self.down = ops.pack_linear(weights.pop("mlp.down_proj.weight"))
-        self.in_order = (
-            self.mixer.in_proj,
-            self.mixer.out_proj,
-            self.gate_up,
-            self.down,
-        )  # as a step reads them
+        # as a step reads them, and the norms of their inputs
+        self.in_order: tuple[tuple[Packed, torch.Tensor | None], ...] = (
+            (self.mixer.in_proj, self.input_norm),
+            (self.mixer.out_proj, None),
+            (self.gate_up, self.post_norm),
+            (self.down, None),
+        )
 
     def __call__(self, x: torch.Tensor, cache: LayerCache, rows: Rows, mesh: Mesh) -> torch.Tensor:
         """x: [rows, hidden], model dtype."""

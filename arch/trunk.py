@@ -54,7 +54,9 @@ class Trunk:
             self.lm_head = self.ops.pack_linear(head)
         else:
             self.lm_head = self.embedding
-        self.ops.read_in_order([w for layer in self.layers for w in layer.in_order] + [self.lm_head])
+        self.ops.read_in_order(
+            [each for layer in self.layers for each in layer.in_order] + [(self.lm_head, None)]
+        )
         assert not weights, f"weights that no layer took: {sorted(weights)}"
 
     def prefill(

@@ -14,7 +14,7 @@ from mstar.kernels.gdn import GdnWeights
 from mstar.kernels.gdn.gpu.decode import gdn_decode_gpu
 from mstar.kernels.gdn.gpu.prefill import gdn_prefill_gpu
 from mstar.kernels.linear.gpu.ahead import Ahead
-from mstar.kernels.linear.gpu.run import run_linear, run_residual
+from mstar.kernels.linear.gpu.run import Prepared, run_linear, run_residual
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.ops import Ops, Packed
 from mstar.kernels.registry import GemmKey, KernelChoice, Table, row_bucket, table_for
@@ -41,8 +41,8 @@ class TritonOps(Ops):
     def __init__(self, device: torch.device, table: Table | None = None) -> None:
         """table: of kernel choices, in place of the device's own."""
         self.table = table_for(device) if table is None else table
-        # what the last linear with a residual gave, and the squares of its rows, which the norm behind it needs
-        self._squares: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        # what the last linear with a residual gave, and what it prepared for the norm behind it
+        self._last: tuple[torch.Tensor, Prepared | None] | None = None
         self._next: dict[int, Ahead] = {}  # by a weight's address: what a step reads after it
         self._refused: set[tuple[GemmKey, KernelChoice]] = set()  # what does not fit this GPU
 
@@ -61,9 +61,9 @@ class TritonOps(Ops):
             return f"Triton attention takes KV blocks of 16 or a multiple, not {block_size}"
         return None
 
-    def read_in_order(self, weights: Sequence[Packed]) -> None:
-        for weight, after in zip(weights, [*weights[1:], *weights[:1]], strict=True):
-            self._next[weight.data.data_ptr()] = Ahead(after.data, after.halves)
+    def read_in_order(self, weights: Sequence[tuple[Packed, torch.Tensor | None]]) -> None:
+        for (weight, _), (after, norm) in zip(weights, [*weights[1:], *weights[:1]], strict=True):
+            self._next[weight.data.data_ptr()] = Ahead(after.data, after.halves, norm)
 
     def linear(
         self,
@@ -187,19 +187,40 @@ class TritonOps(Ops):
         eps: float,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        rows = row_bucket(x.shape[0])
-        key = GemmKey(kind, rows or 0, outputs, weight.inputs, _DTYPES[x.dtype])
-        choice = _CUBLAS if rows is None else self.table.choose(key)
-        if (key, choice) in self._refused:
-            choice = _CUBLAS
-        known = self._squares[1] if self._squares is not None and self._squares[0] is x else None
+        choice, key = self._choice(kind, x, outputs, weight.inputs)
         ahead = self._next.get(weight.data.data_ptr())
+        known = self._last[1] if self._last is not None and self._last[0] is x else None
         try:
-            if residual is not None:
-                self._squares = run_residual(choice, x, weight.data, residual, ahead)
-                return self._squares[0]
-            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead)
+            if residual is not None and self._takes_prepared(ahead, x):
+                self._last = run_residual(choice, x, weight.data, residual, ahead)
+                return self._last[0]
+            return run_linear(
+                choice,
+                x,
+                weight.data,
+                kind=kind,
+                norm=norm,
+                eps=eps,
+                residual=residual,
+                known=known,
+                ahead=ahead,
+            )
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
             log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
             self._refused.add((key, choice))
             return run_linear(_CUBLAS, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
+
+    def _choice(self, kind: str, x: torch.Tensor, outputs: int, inputs: int) -> tuple[KernelChoice, GemmKey]:
+        """What runs a linear of x's rows, and its size."""
+        rows = row_bucket(x.shape[0])
+        key = GemmKey(kind, rows or 0, outputs, inputs, _DTYPES[x.dtype])
+        choice = _CUBLAS if rows is None else self.table.choose(key)
+        return (_CUBLAS if (key, choice) in self._refused else choice), key
+
+    def _takes_prepared(self, after: Ahead | None, x: torch.Tensor) -> bool:
+        """Whether the linear after one of x's rows reads what `run_residual` prepares."""
+        if after is None or after.norm is None:
+            return False
+        outputs, inputs = after.weight.shape[0] // after.halves, after.weight.shape[1]
+        choice, _ = self._choice("gated" if after.halves == 2 else "norm", x, outputs, inputs)
+        return choice.kernel in ("dot", "mma")

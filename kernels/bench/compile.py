@@ -69,7 +69,7 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
 
     from mstar.kernels.bench.parity import TORCH_DTYPES, make_inputs
     from mstar.kernels.linear.gpu.ahead import Ahead
-    from mstar.kernels.linear.gpu.run import run_linear, run_residual
+    from mstar.kernels.linear.gpu.run import Prepared, run_linear, run_residual
 
     device = torch.device("cuda")
     try:
@@ -78,12 +78,16 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
         if known_tiles is None:
             inputs.run(run_linear, choice, weight)
         elif inputs.residual is not None:
-            run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight))
+            inputs.run(partial(run_linear, ahead=Ahead(weight)), choice, weight)
+            norm = torch.ones(key.n, device=device)
+            run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight, norm=norm))
         else:
             norms = key.kind in ("norm", "gated") and choice.kernel != "fma"
             for tiles in (0, *known_tiles) if norms else (0,):
-                squares = torch.ones(tiles, key.rows, device=device) if tiles else None
-                inputs.run(partial(run_linear, known=squares, ahead=Ahead(weight)), choice, weight)
+                known = None
+                if tiles:
+                    known = Prepared(torch.ones(tiles, key.rows, device=device), inputs.x, inputs.norm)
+                inputs.run(partial(run_linear, known=known, ahead=Ahead(weight)), choice, weight)
         torch.cuda.synchronize()
     except Exception as error:  # of any kind: the bench records it
         if isinstance(error, torch.OutOfMemoryError):  # of the neighbours' making: it is tried again alone

@@ -18,10 +18,14 @@ LINES_PER_MIB = (1 << 20) // LINE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A weight that is read after a linear; halves: it is so many weights side by side, read at once."""
+    """A weight that is read after a linear.
+
+    halves: it is so many weights side by side, read at once. norm: [k] float32, what its inputs are normed with.
+    """
 
     weight: torch.Tensor
     halves: int = 1
+    norm: torch.Tensor | None = None
 
     def arguments(self, mebibytes: int) -> dict[str, int | torch.Tensor]:
         """What a kernel takes to ask for that much of it: its first part, or as much of each half."""
@@ -42,7 +46,7 @@ SIGNATURE = {"ahead": "*bf16", "ahead_lines": "i32", "ahead_first": "i32", "ahea
 
 @triton.jit
 def ask_ahead(ahead, lines, first, gap, THREADS: tl.constexpr):
-    """Shares `lines` lines from `ahead` on among the launch's programs; those from `first` on lie `gap` bytes further."""
+    """Shares `lines` lines from `ahead` on among the programs; those from `first` on lie `gap` bytes further."""
     program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(
         0
     )

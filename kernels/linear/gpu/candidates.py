@@ -102,6 +102,14 @@ def step_candidates(key: GemmKey) -> list[KernelChoice]:
     strips = _strip_candidates(key)
     soon = [choice for choice in [default(key), *strips[:4]] if choice.kernel != "cublas"]
     found += strips + [_choice(choice.kernel, **dict(choice.params), SOON=1) for choice in soon]
+    if key.kind in ("norm", "gated") and key.rows >= 4:
+        # there the kernel before has normed, but in the first layer, whose rows no kernel prepared
+        found = [
+            _choice(choice.kernel, **{**dict(choice.params), "NORM_FIRST": 1})
+            if choice.kernel in ("dot", "mma")
+            else choice
+            for choice in found
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -222,7 +230,6 @@ def _mma_candidates(key: GemmKey) -> list[KernelChoice]:
                 block_k = 32 * warps * runs
                 # bytes of a thread: its tiles of the weight and of x, sums, a norm's multipliers
                 held = (outputs * sides + rows) // 8 * 16 * runs + 4 * outputs * rows * sides // 32
-                held += 32 * runs * (key.kind in ("norm", "gated"))
                 if held > THREAD_BYTES or block_k >= 2 * key.k:
                     continue
                 for split in (1,) if key.kind in ("norm", "gated") else (1, 2, 4, 7, 8):
@@ -232,10 +239,6 @@ def _mma_candidates(key: GemmKey) -> list[KernelChoice]:
                         _choice("mma", BLOCK_N=outputs, BLOCK_K=block_k, SPLIT_K=split, num_warps=warps)
                     )
     found.sort(key=lambda choice: _distance(choice, key))
-    if key.kind in ("norm", "gated"):
-        # without a norm a thread has room for more of the weight
-        others = [_choice("mma", **dict(choice.params), NORM_FIRST=1) for choice in found[:4]]
-        return found[:4] + others + found[4:]
     return found
 
 

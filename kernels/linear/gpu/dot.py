@@ -13,7 +13,13 @@ import triton.language as tl
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
-from mstar.kernels.linear.gpu.epilogue import known_squares, residual_tile, store_outputs, store_parts
+from mstar.kernels.linear.gpu.epilogue import (
+    known_squares,
+    multipliers,
+    residual_tile,
+    store_outputs,
+    store_parts,
+)
 from mstar.kernels.linear.gpu.fma import by_vector
 
 MOST_ROWS = 64
@@ -26,7 +32,7 @@ def block_rows(rows: int) -> int:
 
 @triton.jit(do_not_specialize=["rows", "n", "known_tiles", "ahead_lines", "ahead_first", "ahead_gap"])
 def _dot(
-    x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scratch, counters,
+    x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scaled, multiplier, scratch, counters,
     rows, n, known_tiles, ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
@@ -61,6 +67,7 @@ def _dot(
     if PREFETCH:
         w = _tile(w_at, first, K, BLOCK_K, whole)
         u = _tile(u_at, first, K, BLOCK_K, whole) if GATED else w
+    m = multipliers(multiplier, outputs, n) if scaled is not None else acc
     if PDL:
         if ahead is not None:
             ask_ahead(ahead, ahead_lines, ahead_first, ahead_gap, THREADS)
@@ -82,7 +89,7 @@ def _dot(
         if GATED:
             u = _tile(u_at, first + step, K, BLOCK_K, whole)
             acc_u = _product(u, b, acc_u, UPCAST)
-    if norm is not None:
+    if norm is not None or known is not None:
         if known is not None:
             square = known_squares(known, known_tiles, lines, rows, KNOWN)
         else:
@@ -91,11 +98,13 @@ def _dot(
         acc = acc * scale[None, :]
         acc_u = acc_u * scale[None, :]
     if SPLIT_K == 1:
-        store_outputs(acc, acc_u, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
+        store_outputs(
+            acc, acc_u, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, residual is not None, PRESCALE,
+        )  # fmt: skip
     else:
         store_parts(
-            acc, acc_u, r, out, sums, scratch, counters, outputs, lines, rows, n, GATED, residual is not None,
-            SPLIT_K, BLOCK_N, ROWS,
+            acc, acc_u, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, GATED,
+            residual is not None, PRESCALE, SPLIT_K, BLOCK_N, ROWS,
         )  # fmt: skip
 
 
@@ -143,7 +152,8 @@ _CONSTANTS = (
 )  # fmt: skip
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "known": "*fp32", "eps": "fp32",
-    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scratch": "*fp32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scaled": "*bf16",
+    "multiplier": "*fp32", "scratch": "*fp32",
     "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32",
     **AHEAD, **dict.fromkeys(_CONSTANTS, "constexpr"),
 }  # fmt: skip
@@ -164,9 +174,20 @@ def _case(absent: tuple[str, ...], out: str = "*bf16", **constants: object) -> A
 
 
 AOT_CASES = [
-    _case(("residual", "known", "sums", "scratch", "counters")),
-    _case(("residual", "sums", "scratch", "counters"), KNOWN=64),
-    _case(("residual", "known", "sums", "scratch", "counters"), GATED=True, ROWS=32, PREFETCH=0, BLOCK_K=64),
+    _case(("residual", "known", "sums", "scaled", "multiplier", "scratch", "counters")),
+    _case(("residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64),
+    _case(("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64),
+    _case(
+        ("residual", "known", "sums", "scaled", "multiplier", "scratch", "counters"),
+        GATED=True,
+        ROWS=32,
+        PREFETCH=0,
+        BLOCK_K=64,
+    ),
     _case(("norm", "known"), SPLIT_K=4),
-    _case(("norm", "known", "residual", "sums", "scratch", "counters"), "*fp32", BLOCK_N=64),
+    _case(
+        ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters"),
+        "*fp32",
+        BLOCK_N=64,
+    ),
 ]

@@ -33,12 +33,20 @@ def residual_tile(residual, stride, outputs, lines, rows, n):
 
 
 @triton.jit
+def multipliers(multiplier, outputs, n):
+    """Of a tile's outputs, for the norm behind: [outputs] float32; weights, so they may be read before a wait."""
+    return tl.load(multiplier + outputs, mask=outputs < n, other=0.0)
+
+
+@triton.jit
 def store_outputs(
-    y, up, r, out, sums, outputs, lines, rows, n, GATED: tl.constexpr, ADD: tl.constexpr
+    y, up, r, m, out, sums, scaled, outputs, lines, rows, n,
+    GATED: tl.constexpr, ADD: tl.constexpr, PRESCALE: tl.constexpr,
 ):  # fmt: skip
     """Stores y, [outputs, lines] float32, as out[lines, outputs]: gate of `up`, or added to r, if so.
 
     sums: None, or [tiles of outputs, rows] float32, receives each row's squares of what this tile stored.
+    scaled: None, or like out, receives what is stored times m and PRESCALE; m: of `multipliers`.
     """
     if GATED:
         y = gated_value(y, up, out.dtype.element_ty)
@@ -48,6 +56,10 @@ def store_outputs(
     at = out + lines.to(tl.int64)[None, :] * n + outputs[:, None]
     y = y.to(out.dtype.element_ty)
     tl.store(at, y, mask=inside)
+    if scaled is not None:
+        product = y.to(tl.float32) * m[:, None] * PRESCALE
+        to = scaled + lines.to(tl.int64)[None, :] * n + outputs[:, None]
+        tl.store(to, product.to(scaled.dtype.element_ty), mask=inside)
     if sums is not None:
         f = tl.where(inside, y.to(tl.float32), 0.0)
         tl.store(sums + tl.program_id(0) * rows + lines, tl.sum(f * f, 0), mask=lines < rows)
@@ -63,8 +75,8 @@ def known_squares(known, tiles, lines, rows, KNOWN: tl.constexpr):
 
 @triton.jit
 def store_parts(
-    y, up, r, out, sums, scratch, counters, outputs, lines, rows, n, GATED: tl.constexpr, ADD: tl.constexpr,
-    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    y, up, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, GATED: tl.constexpr,
+    ADD: tl.constexpr, PRESCALE: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """`store_outputs` of what SPLIT_K programs have parts of: the last of them to arrive adds them up, in order.
 
@@ -83,7 +95,7 @@ def store_parts(
         for split in tl.static_range(SPLIT_K):
             # past the first cache, which other programs' stores do not reach
             total += tl.load(part + split * part_size, cache_modifier=".cg")
-        store_outputs(total, up, r, out, sums, outputs, lines, rows, n, GATED, ADD)
+        store_outputs(total, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, ADD, PRESCALE)
         tl.store(counters + tile, 0)
 
 
@@ -97,12 +109,24 @@ def silu_gated(both: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """residual + y, written over y, which is contiguous; both [rows, n]. Returns y."""
+def add_residual(
+    y: torch.Tensor,
+    residual: torch.Tensor,
+    *,
+    sums: torch.Tensor | None = None,
+    scaled: torch.Tensor | None = None,
+    multiplier: torch.Tensor | None = None,
+    prescale: float = 1.0,
+) -> torch.Tensor:
+    """residual + y, written over y, which is contiguous; both [rows, n]. Returns y.
+
+    sums [ceil(n / BLOCK), rows], scaled, multiplier [n] float32, prescale: see `store_outputs`.
+    """
     rows, n = y.shape
     _add_residual[(triton.cdiv(n, BLOCK), rows)](
-        y, residual, residual.stride(0), n, BLOCK=BLOCK, num_warps=4, **launch_options(y.device)
-    )
+        y, residual, residual.stride(0), sums, scaled, multiplier, n,
+        PRESCALE=prescale, BLOCK=BLOCK, num_warps=4, **launch_options(y.device),
+    )  # fmt: skip
     return y
 
 
@@ -121,17 +145,29 @@ def _silu_gated(both, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _add_residual(y, residual, residual_stride, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_residual(
+    y, residual, residual_stride, sums, scaled, multiplier, n,
+    PRESCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
     at = y + row * n + columns
+    if scaled is not None:
+        m = multipliers(multiplier, columns, n)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, total.to(y.dtype.element_ty), mask=inside)
+    stored = total.to(y.dtype.element_ty)
+    tl.store(at, stored, mask=inside)
+    f = stored.to(tl.float32)
+    if scaled is not None:
+        tl.store(scaled + row * n + columns, (f * m * PRESCALE).to(scaled.dtype.element_ty), mask=inside)
+    if sums is not None:
+        tl.store(sums + tl.program_id(0) * tl.num_programs(1) + row, tl.sum(f * f, 0))
 
 
 AOT_CASES = [
@@ -147,11 +183,15 @@ AOT_CASES = [
             "y": "*bf16",
             "residual": "*bf16",
             "residual_stride": "i64",
+            "sums": "*fp32",
+            "scaled": "*bf16",
+            "multiplier": "*fp32",
             "n": "i32",
+            "PRESCALE": "constexpr",
             "BLOCK": "constexpr",
             "PDL": "constexpr",
         },
-        {"BLOCK": BLOCK},
+        {"PRESCALE": 1.0, "BLOCK": BLOCK},
         pdl=True,
     ),
 ]

@@ -12,17 +12,18 @@ import triton.language as tl
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
-from mstar.kernels.linear.gpu.epilogue import residual_tile, store_outputs
+from mstar.kernels.linear.gpu.epilogue import multipliers, residual_tile, store_outputs
 
 MOST_ROWS = 8
 
 
 @triton.jit(do_not_specialize=["rows", "n", "ahead_lines", "ahead_first", "ahead_gap"])
 def _fma(
-    x, x_stride, weight, norm, eps, residual, residual_stride, out, sums, rows, n,
+    x, x_stride, weight, norm, eps, residual, residual_stride, out, sums, scaled, multiplier, rows, n,
     ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, SOON: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
+    SOON: tl.constexpr, PRESCALE: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
@@ -42,6 +43,7 @@ def _fma(
     w = _weights(w_at, 0, K, BLOCK_K)
     u = _weights(u_at, 0, K, BLOCK_K) if GATED else w
     g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
+    m = multipliers(multiplier, outputs, n) if scaled is not None else w
     if PDL:
         if ahead is not None:
             ask_ahead(ahead, ahead_lines, ahead_first, ahead_gap, THREADS)
@@ -86,7 +88,9 @@ def _fma(
         scale = tl.rsqrt(tl.sum(_stacked(squares, ROWS), 1) / K + eps)
         y = y * scale
         up = up * scale
-    store_outputs(y, up, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
+    store_outputs(
+        y, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, residual is not None, PRESCALE
+    )
 
 
 @triton.jit
@@ -186,18 +190,31 @@ def _add(acc, values, w, ROWS: tl.constexpr, VECTOR: tl.constexpr):
 
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "eps": "fp32",
-    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "rows": "i32", "n": "i32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scaled": "*bf16",
+    "multiplier": "*fp32", "rows": "i32", "n": "i32",
     **AHEAD,
     **dict.fromkeys(
-        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "THREADS", "PDL"), "constexpr"
+        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "PRESCALE", "THREADS", "PDL"),
+        "constexpr",
     ),
 }  # fmt: skip
-_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0, "THREADS": 128}
+_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0, "PRESCALE": 1.0, "THREADS": 128}
 AOT_CASES = [
     AotCase(
         _fma,
-        _SIGNATURE | {"residual": "constexpr", "sums": "constexpr"},
-        _TILE | {"residual": None, "sums": None, "GATED": True, "ROWS": 1, "BLOCK_K": 1024, "UNROLL": 1},
+        _SIGNATURE
+        | {"residual": "constexpr", "sums": "constexpr", "scaled": "constexpr", "multiplier": "constexpr"},
+        _TILE
+        | {
+            "residual": None,
+            "sums": None,
+            "scaled": None,
+            "multiplier": None,
+            "GATED": True,
+            "ROWS": 1,
+            "BLOCK_K": 1024,
+            "UNROLL": 1,
+        },
         pdl=True,
     ),
     AotCase(
@@ -209,8 +226,26 @@ AOT_CASES = [
     ),
     AotCase(
         _fma,
-        _SIGNATURE | {"norm": "constexpr", "residual": "constexpr", "sums": "constexpr", "out": "*fp32"},
-        _TILE | {"norm": None, "residual": None, "sums": None, "ROWS": 2, "BLOCK_K": 512, "UNROLL": 1},
+        _SIGNATURE
+        | {
+            "norm": "constexpr",
+            "residual": "constexpr",
+            "sums": "constexpr",
+            "scaled": "constexpr",
+            "multiplier": "constexpr",
+            "out": "*fp32",
+        },
+        _TILE
+        | {
+            "norm": None,
+            "residual": None,
+            "sums": None,
+            "scaled": None,
+            "multiplier": None,
+            "ROWS": 2,
+            "BLOCK_K": 512,
+            "UNROLL": 1,
+        },
         num_warps=2,
         pdl=True,
     ),

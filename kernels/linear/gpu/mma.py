@@ -13,7 +13,13 @@ import triton.language as tl
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
-from mstar.kernels.linear.gpu.epilogue import known_squares, residual_tile, store_outputs, store_parts
+from mstar.kernels.linear.gpu.epilogue import (
+    known_squares,
+    multipliers,
+    residual_tile,
+    store_outputs,
+    store_parts,
+)
 
 MOST_ROWS = 32
 LEAST_OUTPUTS = 16  # of a program: what mma takes at once
@@ -23,7 +29,7 @@ MOST_UNROLLED = tl.constexpr(4)  # tiles of k that are written out, not a loop
 
 @triton.jit(do_not_specialize=["rows", "n", "known_tiles", "ahead_lines", "ahead_first", "ahead_gap"])
 def _mma(
-    x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scratch, counters,
+    x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scaled, multiplier, scratch, counters,
     rows, n, known_tiles, ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PARTS: tl.constexpr, SOON: tl.constexpr,
@@ -49,9 +55,11 @@ def _mma(
     # Outputs and rows past the end read the last one's again and store nothing: loads need no mask for them.
     w_at = weight + tl.minimum(group, n - 1).to(tl.int64) * K
     u_at = w_at + n.to(tl.int64) * K
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w = _tile(w_at, first, k, K, BLOCK_K, whole)
     u = _tile(u_at, first, k, K, BLOCK_K, whole) if GATED else w
     g = _norms(norm, first, K, BLOCK_K, PARTS, RUNS) if norm is not None else w
+    m = multipliers(multiplier, outputs, n) if scaled is not None else w
     if PDL:
         if ahead is not None:
             ask_ahead(ahead, ahead_lines, ahead_first, ahead_gap, THREADS)
@@ -60,7 +68,6 @@ def _mma(
             tl.extra.cuda.gdc_launch_dependents()
     line = tl.program_id(2) * ROWS + tl.arange(0, ROWS // 8)[None, None, :, None, None] * 8 + eight
     x_at = x + tl.minimum(line, rows - 1).to(tl.int64) * x_stride
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     lines = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     acc = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
     acc_u = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
@@ -96,7 +103,7 @@ def _mma(
             f = next_f
     y = tl.sum(acc, 0)
     up = tl.sum(acc_u, 0) if GATED else y
-    if norm is not None:
+    if norm is not None or known is not None:
         if known is not None:
             square = known_squares(known, known_tiles, lines, rows, KNOWN)
         else:
@@ -105,11 +112,13 @@ def _mma(
         y = y * scale[None, :]
         up = up * scale[None, :]
     if SPLIT_K == 1:
-        store_outputs(y, up, r, out, sums, outputs, lines, rows, n, GATED, residual is not None)
+        store_outputs(
+            y, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, residual is not None, PRESCALE,
+        )  # fmt: skip
     else:
         store_parts(
-            y, up, r, out, sums, scratch, counters, outputs, lines, rows, n, GATED, residual is not None,
-            SPLIT_K, BLOCK_N, ROWS,
+            y, up, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, GATED,
+            residual is not None, PRESCALE, SPLIT_K, BLOCK_N, ROWS,
         )  # fmt: skip
 
 
@@ -188,7 +197,8 @@ _CONSTANTS = (
 )  # fmt: skip
 _SIGNATURE = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "known": "*fp32", "eps": "fp32",
-    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scratch": "*fp32",
+    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scaled": "*bf16",
+    "multiplier": "*fp32", "scratch": "*fp32",
     "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32",
     **AHEAD, **dict.fromkeys(_CONSTANTS, "constexpr"),
 }  # fmt: skip
@@ -210,8 +220,13 @@ def _case(absent: tuple[str, ...], out: str = "*bf16", **constants: object) -> A
 
 
 AOT_CASES = [
-    _case(("residual", "known", "sums", "scratch", "counters")),
-    _case(("residual", "sums", "scratch", "counters"), KNOWN=64, GATED=True),
+    _case(("residual", "known", "sums", "scaled", "multiplier", "scratch", "counters")),
+    _case(("residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, GATED=True),
+    _case(("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, GATED=True),
     _case(("norm", "known"), SPLIT_K=2, BLOCK_K=512),
-    _case(("norm", "known", "residual", "sums", "scratch", "counters"), "*fp32", BLOCK_N=32),
+    _case(
+        ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters"),
+        "*fp32",
+        BLOCK_N=32,
+    ),
 ]

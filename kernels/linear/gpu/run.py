@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 
 from mstar.kernels.launch import interpreted, launch_options
-from mstar.kernels.linear.gpu import dot, fma, mma
+from mstar.kernels.linear.gpu import dot, epilogue, fma, mma
 from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
 from mstar.kernels.linear.gpu.epilogue import add_residual, silu_gated
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
@@ -30,6 +30,15 @@ F32_FALLBACK = KernelChoice(
     ),
 )
 COUNTERS = 1 << 14  # programs that a split launch may have; a split is for launches of a few hundred
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a residual's kernel leaves, beside its result, for the norm behind it."""
+
+    squares: torch.Tensor  # [tiles, rows] float32, whose columns add up to the squares of the result's rows
+    scaled: torch.Tensor | None = None  # [rows, n], the model's dtype: the result times the multiplier
+    multiplier: torch.Tensor | None = None  # [n] float32, of the norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +65,20 @@ def run_linear(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
-    known: torch.Tensor | None = None,
+    known: Prepared | None = None,
     ahead: Ahead | None = None,
 ) -> torch.Tensor:
     """`mstar.kernels.linear.linear`, or `gated_linear` under kind "gated", as `choice` says.
 
     choice: of `candidates`; above 64 rows every choice is "cublas". kind: one of registry.KINDS.
     x: [rows, k], rows may lie apart; weight: [n, k] or, gated, [2 * n, k], contiguous; norm: [k] float32, with any
-    kind; residual: [rows, n], of kind "residual"; known: [tiles, rows] float32 whose columns add up to the squares
-    of x's rows (`run_residual`), for a norm that need not count them again; ahead: what is read next, of which the
-    choice's AHEAD MiB are asked for. Returns [rows, n] in x's dtype, float32 under kind "f32".
+    kind; residual: [rows, n], of kind "residual"; known: what x's own kernel prepared for a norm (`run_residual`);
+    ahead: what is read next, of which the choice's AHEAD MiB are asked for. Returns [rows, n] in x's dtype, float32
+    under kind "f32".
 
     Roundings are the reference's, but that a skinny kernel scales by 1/rms after the product: "fma" never rounds
-    norm(x), "dot" rounds x * norm. With NORM_FIRST, a norm kernel runs before, and norm(x) is
-    rounded. Raises ValueError where arguments do not fit each other or the choice.
+    norm(x), "dot" and "mma" round x * norm. With NORM_FIRST, a norm kernel runs before where x * norm is not known,
+    and norm(x) is rounded. Raises ValueError where arguments do not fit each other or the choice.
 
     Split launches share counters: do not run them on two streams of one device at a time.
     """
@@ -83,7 +92,7 @@ def run_linear(
         return _run_cublas(x, weight, kind, norm, eps, residual)
     if dict(choice.params).get("NORM_FIRST"):
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
-        if norm is not None:
+        if norm is not None and not _is_scaled(known, norm):
             x, norm = rms_norm_rows(x, norm, eps), None
     call = skinny_call(
         choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual, known=known, ahead=ahead
@@ -97,20 +106,40 @@ def run_residual(
     weight: torch.Tensor,
     residual: torch.Tensor,
     ahead: Ahead | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`run_linear` of kind "residual", and the squares of the result's rows for the norm that reads it.
+) -> tuple[torch.Tensor, Prepared | None]:
+    """`run_linear` of kind "residual", and what the norm that reads the result needs: of `ahead.norm`, if there is one.
 
-    Returns out [rows, n], and [tiles, rows] float32 whose columns add up to the squares of out's rows; None where
-    the choice does not count them.
+    Returns out [rows, n], and None above 64 rows, where a norm kernel costs nothing beside the rest.
     """
     _check(x, weight, "residual", None, residual)
-    rows = x.shape[0]
-    if choice.kernel == "cublas" or rows > dot.MOST_ROWS or rows == 0 or x.stride(1) != 1:
+    rows, n = x.shape[0], weight.shape[0]
+    if rows > dot.MOST_ROWS or rows == 0 or x.stride(1) != 1:
         return run_linear(choice, x, weight, kind="residual", residual=residual), None
-    tiles = triton.cdiv(weight.shape[0], dict(choice.params)["BLOCK_N"])
-    sums = torch.empty(tiles, rows, dtype=torch.float32, device=x.device)
-    call = skinny_call(choice, x, weight, kind="residual", residual=residual, sums=sums, ahead=ahead)
-    return call.start(), sums
+    width = epilogue.BLOCK if choice.kernel == "cublas" else dict(choice.params)["BLOCK_N"]
+    multiplier = None if ahead is None else ahead.norm
+    made = Prepared(
+        torch.empty(triton.cdiv(n, width), rows, dtype=torch.float32, device=x.device),
+        None if multiplier is None else torch.empty(rows, n, dtype=x.dtype, device=x.device),
+        multiplier,
+    )
+    if choice.kernel == "cublas":
+        out = add_residual(
+            F.linear(x, weight), residual, sums=made.squares, scaled=made.scaled, multiplier=multiplier,
+            prescale=_prescale(x.dtype),
+        )  # fmt: skip
+        return out, made
+    call = skinny_call(choice, x, weight, kind="residual", residual=residual, made=made, ahead=ahead)
+    return call.start(), made
+
+
+def _is_scaled(known: Prepared | None, norm: torch.Tensor) -> bool:
+    """Whether what was prepared is for this norm."""
+    return known is not None and known.scaled is not None and known.multiplier is norm
+
+
+def _prescale(dtype: torch.dtype) -> float:
+    """What x * norm is multiplied by before it is rounded, so that fp16 holds it."""
+    return 1 / 16 if dtype == torch.float16 else 1.0  # 16: more than a norm's multiplier is
 
 
 def skinny_call(
@@ -122,14 +151,14 @@ def skinny_call(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
-    known: torch.Tensor | None = None,
-    sums: torch.Tensor | None = None,
+    known: Prepared | None = None,
+    made: Prepared | None = None,
     ahead: Ahead | None = None,
     out: torch.Tensor | None = None,
 ) -> Call:
     """The launch of a skinny kernel; arguments as of `run_linear`.
 
-    sums: [tiles of outputs, rows] float32, receives the squares of what is stored (`run_residual`).
+    made: receives what the norm behind a residual needs (`run_residual`).
     out: [rows, n] contiguous, made here if None. NORM_FIRST is not known here: x is what the kernel reads.
     """
     rows, k = x.shape
@@ -151,7 +180,10 @@ def skinny_call(
         "residual": residual if kind == "residual" else None,
         "residual_stride": residual.stride(0) if kind == "residual" and residual is not None else 0,
         "out": out,
-        "sums": sums,
+        "sums": None if made is None else made.squares,
+        "scaled": None if made is None else made.scaled,
+        "multiplier": None if made is None else made.multiplier,
+        "PRESCALE": _prescale(x.dtype),
         "rows": rows,
         "n": n,
         "K": k,
@@ -173,14 +205,17 @@ def skinny_call(
     block = dot.block_rows(rows)
     grid = (triton.cdiv(n, arguments["BLOCK_N"]), split, triton.cdiv(rows, block))
     programs = grid[0] * grid[1] * grid[2]
+    squares = None if known is None or norm is None else known.squares
+    if norm is not None and known is not None and _is_scaled(known, norm):
+        assert known.scaled is not None
+        arguments |= {"x": known.scaled, "x_stride": known.scaled.stride(0), "norm": None}
     arguments |= {
         "ROWS": block,
         "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if split > 1 else None,
         "counters": _counters(x.device, grid[0] * grid[2]) if split > 1 else None,
-        "known": known if norm is not None else None,
-        "known_tiles": 1 if known is None else known.shape[0],
-        "KNOWN": 1 if known is None or norm is None else triton.next_power_of_2(known.shape[0]),
-        "PRESCALE": 1 / 16 if x.dtype == torch.float16 else 1.0,  # 16: more than a norm's multiplier is
+        "known": squares,
+        "known_tiles": 1 if squares is None else squares.shape[0],
+        "KNOWN": 1 if squares is None else triton.next_power_of_2(squares.shape[0]),
         "UPCAST": interpreted(),
     }
     if choice.kernel == "mma":

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from mstar.kernels.linear import gated_linear, linear
+from mstar.kernels.linear.gpu.ahead import Ahead
 from mstar.kernels.linear.gpu.candidates import CUBLAS, candidates, default, launches
-from mstar.kernels.linear.gpu.run import _counters, run_linear, run_residual, skinny_call
+from mstar.kernels.linear.gpu.run import Prepared, _counters, run_linear, run_residual, skinny_call
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 from tests.support.linears import exact
 
@@ -215,29 +216,38 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
 
 
-@pytest.mark.parametrize("name", ["fma", "dot", "dot-split", "mma", "mma-split"])
+@pytest.mark.parametrize("name", ["fma", "dot", "dot-split", "mma", "mma-split", "cublas"])
 @pytest.mark.parametrize("rows", [3, 8])
-def test_squares_of_a_residual_serve_the_norm_behind_it(device, name, rows):
+@pytest.mark.parametrize("kind", ["norm", "gated"])
+def test_what_a_residual_prepares_serves_the_norm_behind_it(device, name, rows, kind):
     given = arguments("residual", rows, 205, 141, torch.bfloat16, device)
-    out, squares = run_residual(NAMES[name], given["x"], given["weight"], given["residual"])
+    behind = arguments(kind, rows, 19, 205, torch.bfloat16, device)
+    norm = behind["norm"]
+    ahead = Ahead(given["weight"], norm=norm)
+    out, made = run_residual(NAMES[name], given["x"], given["weight"], given["residual"], ahead)
     assert torch.equal(out.float(), run_linear(NAMES[name], kind="residual", **given).float())
-    assert squares is not None and squares.shape[1] == rows
-    want = out.double().square().sum(1)
-    assert relative(squares.sum(0), want) < 1e-6
-    for kind in ("norm", "gated"):
-        behind = arguments(kind, rows, 19, 205, torch.bfloat16, device) | {"x": out}
-        counted = run_linear(DOT, kind=kind, **behind)
-        got = run_linear(DOT, kind=kind, known=squares, **behind)
+    assert made is not None and made.scaled is not None and made.squares.shape[1] == rows
+    assert relative(made.squares.sum(0), out.double().square().sum(1)) < 1e-6
+    # rounded on a GPU, cut off in the interpreter
+    assert ((made.scaled.float() - out.float() * norm).abs() <= 2.0**-7 * (out.float() * norm).abs()).all()
+
+    behind["x"] = out
+    for choice in (DOT, MMA):
+        got = run_linear(choice, kind=kind, known=Prepared(made.squares), **behind)
         assert relative(got, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
-        assert relative(got, counted) < BOUNDS[kind][torch.bfloat16]
-        by_mma = run_linear(MMA, kind=kind, known=squares, **behind)
-        assert relative(by_mma, got) < BOUNDS[kind][torch.bfloat16]
+        assert relative(got, run_linear(choice, kind=kind, **behind)) < BOUNDS[kind][torch.bfloat16]
         # they are what is used: twice the squares is a norm larger by the root of two
-        doubled = run_linear(DOT, kind=kind, known=2 * squares, **behind)
+        doubled = run_linear(choice, kind=kind, known=Prepared(2 * made.squares), **behind)
         assert relative(doubled, got) > 0.1
+        # products that are ready give the same bytes; those of another norm are left alone
+        assert torch.equal(run_linear(choice, kind=kind, known=made, **behind).float(), got.float())
+        other = Prepared(made.squares, 2 * made.scaled, norm.clone())
+        assert torch.equal(run_linear(choice, kind=kind, known=other, **behind).float(), got.float())
+    first = run_linear(DOT_NORM_FIRST, kind=kind, known=made, **behind)
+    assert relative(first, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
 
 
-def test_cublas_counts_no_squares(device):
-    given = arguments("residual", 3, 37, 205, torch.float32, device)
-    out, squares = run_residual(CUBLAS, given["x"], given["weight"], given["residual"])
-    assert squares is None and relative(out, exact("residual", **given)) < 1e-6
+def test_nothing_is_prepared_above_64_rows(device):
+    given = arguments("residual", 65, 37, 205, torch.float32, device)
+    out, made = run_residual(CUBLAS, given["x"], given["weight"], given["residual"])
+    assert made is None and relative(out, exact("residual", **given)) < 1e-6
