@@ -25,6 +25,22 @@ class PrefillInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddedPrefill:
+    """Chunks of prompts of up to `sequences` requests in up to `rows` rows, all on the device: fit for capture.
+
+    Surplus sequences have no rows and slot 0, surplus rows are token 0 and nobody's.
+    """
+
+    token_ids: torch.Tensor  # [rows] int64
+    cu_rows: torch.Tensor  # [sequences + 1] int64, where each chunk's rows begin
+    starts: torch.Tensor  # [sequences] int64, tokens of the sequence before the chunk
+    last_rows: torch.Tensor  # [sequences] int64
+    slots: torch.Tensor  # [sequences] int32
+    chunk_table: torch.Tensor  # see mstar.kernels.rows.Rows
+    chunk_borders: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """The newest token of each of `seqs` sequences, and drafts of the tokens after it where there are any.
 

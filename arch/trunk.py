@@ -8,7 +8,7 @@ import itertools
 import torch
 
 from mstar.arch.caches import LayerCache
-from mstar.arch.inputs import DecodeInputs, PrefillInputs
+from mstar.arch.inputs import DecodeInputs, PaddedPrefill, PrefillInputs
 from mstar.arch.layers import Layer, Weights, sub_weights, zero_centred
 from mstar.arch.parallel import Mesh
 from mstar.kernels.ops import select_ops
@@ -70,6 +70,30 @@ class Trunk:
         x = self._run(self._embed(inputs.token_ids), rows, caches)
         if not every_row:
             x = x[rows.cu_rows[1:] - 1]
+        return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def prefill_step(
+        self, inputs: PaddedPrefill, block_table: torch.Tensor, caches: list[LayerCache]
+    ) -> torch.Tensor:
+        """`prefill` of padded chunks, fit for capture: nothing of it is read by the host.
+
+        block_table: [slots, blocks] int32, of all slots. Returns [sequences, hidden] after the final norm, each
+        chunk's last row; of a surplus sequence any row's.
+        """
+        rows = Rows(
+            sequences=inputs.slots.shape[0],
+            longest=inputs.token_ids.shape[0],
+            rows_per_seq=0,
+            cu_rows=inputs.cu_rows,
+            starts=inputs.starts,
+            slots=inputs.slots,
+            fresh=(inputs.starts == 0).to(torch.uint8),
+            block_tables=block_table,
+            table_rows=inputs.slots,
+            chunk_table=inputs.chunk_table,
+            chunk_borders=inputs.chunk_borders,
+        )
+        x = self._run(self._embed(inputs.token_ids), rows, caches).index_select(0, inputs.last_rows)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
 
     def decode(self, inputs: DecodeInputs, caches: list[LayerCache]) -> torch.Tensor:

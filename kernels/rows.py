@@ -6,13 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+# Rows of a chunk of prefill's delta rule. Chunks begin at a sequence's first row.
+PREFILL_CHUNK = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows of `sequences` sequences, one sequence after another.
 
-    Prefill parts know their borders on the host (`host_cu_rows`, `host_starts`). Decode parts have up to
-    `rows_per_seq` rows a sequence: the first is a token of the sequence, the others are drafts to be checked.
+    Prefill parts know their borders on the host (`host_cu_rows`, `host_starts`), or, padded ones, have their chunks
+    on the device (`chunk_table`, `chunk_borders`), where rows past the last sequence's are nobody's. Decode parts
+    have up to `rows_per_seq` rows a sequence: the first is a token of the sequence, the others are drafts to be
+    checked.
     """
 
     sequences: int
@@ -28,3 +33,6 @@ class Rows:
     host_cu_rows: tuple[int, ...] = ()
     host_starts: tuple[int, ...] = ()
     table_rows: torch.Tensor | None = None  # [sequences] int32, rows of block_tables; None: in order
+    # [chunks, 2] int32, each chunk's sequence and first row; surplus ones begin past the sequence's last row
+    chunk_table: torch.Tensor | None = None
+    chunk_borders: torch.Tensor | None = None  # [sequences + 1] int32, each sequence's first chunk

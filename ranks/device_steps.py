@@ -1,9 +1,10 @@
 """Steps of plain decode that never wait for the device: their rows, draws and registers stay on it.
 
-A decode part runs as one captured graph of its bucket (or, with `eager`, as the same calls on the same shapes). What
-was drawn comes back through pinned memory behind an event, so that the host plans and launches step n + 1 while
-step n runs. What a step draws is what `mstar.ranks.leader` would draw; requests that need more than a token's
-draw (penalties, logprobs, speculation) go there.
+A decode part runs as one captured graph of its bucket (or, with `eager`, as the same calls on the same shapes), a
+small prefill part as one of its shape (`mstar.ranks.prefill_steps`). What was drawn comes back through pinned memory
+behind an event, so that the host plans and launches step n + 1 while step n runs. What a step draws is what
+`mstar.ranks.leader` would draw; requests that need more than a token's draw (penalties, logprobs, speculation) go
+there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mstar.kernels.staging import staged
 from mstar.kernels.step import StepRegisters
 from mstar.ranks.executor import Executor
 from mstar.ranks.plan import Drawn, StepPlan
+from mstar.ranks.prefill_steps import PrefillSteps
 from mstar.ranks.sampler import Sampler
 
 # Results under way: the step that runs and the one behind it, and one that the host still reads.
@@ -128,6 +130,8 @@ class DeviceSteps:
         self._turn = 0
         self._latest: Launched | None = None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        # references take prefill's borders from the host
+        self._prefills = PrefillSteps(executor, self._eager) if self._model.ops.uniform else None
         self.graph_bytes = 0
 
     def takes(self, plan: StepPlan) -> bool:
@@ -169,17 +173,23 @@ class DeviceSteps:
         """Captures every bucket, largest first, in one pool; with `eager` only runs them once."""
         device = self._executor.device
         jobs = [(bucket, filtered) for bucket in reversed(self._buckets) for filtered in (False, True)]
+        prefills = [] if self._prefills is None else self._prefills.shapes[::-1]
         if device.type == "cpu":
             return
         pool = torch.cuda.graph_pool_handle()
         free = torch.cuda.mem_get_info(device)[0]
+        count = len(prefills) + len(jobs)
+        for done, shape in enumerate(prefills):
+            progress("capture", done, count, "graphs")
+            assert self._prefills is not None
+            self._prefills.capture(shape, pool)
         for done, (bucket, filtered) in enumerate(jobs):
-            progress("capture", done, len(jobs), "graphs")
+            progress("capture", len(prefills) + done, count, "graphs")
             if self._eager:
                 self._body(bucket, filtered)
             else:
                 self._graphs[bucket, filtered] = self.captured(bucket, filtered, pool)
-        progress("capture", len(jobs), len(jobs), "graphs")
+        progress("capture", count, count, "graphs")
         torch.cuda.synchronize(device)
         self.graph_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
 
@@ -199,6 +209,8 @@ class DeviceSteps:
     def free(self) -> None:
         """Drops the graphs, which hold the caches' addresses."""
         self._graphs.clear()
+        if self._prefills is not None:
+            self._prefills.free()
 
     def _decode(self, bucket: int, filtered: bool) -> None:
         graph = self._graphs.get((bucket, filtered))
@@ -216,7 +228,7 @@ class DeviceSteps:
     def _prefill(self, plan: StepPlan) -> int:
         """The prefill part, and the draws of final chunks; returns how many."""
         executor = self._executor
-        hidden = executor.prefill(plan)
+        hidden = self._prefills.run(plan) if self._prefills is not None else executor.prefill(plan)
         finals = [chunk for chunk in plan.chunks if chunk.final]
         if not finals:
             return 0

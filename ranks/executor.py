@@ -105,14 +105,14 @@ class Executor:
 
     def run(self, plan: StepPlan) -> Ran:
         """Runs a step's rows. Lengths of slots in prefill move here, those of decoding ones in `move`."""
-        self._update_tables(plan)
+        self.update_tables(plan)
         hidden: list[torch.Tensor] = []
         chunk_hidden = token_ids = seq_lens = None
         if plan.chunks:
             every_row = any(chunk.head for chunk in plan.chunks)
             out = self._prefill(plan, every_row)
             chunk_hidden = out if every_row else None
-            finals = self._final_rows(plan, out, every_row)
+            finals = self.final_rows(plan, out, every_row)
             if finals is not None:
                 hidden.append(finals)
         if plan.decode_bucket:
@@ -134,10 +134,10 @@ class Executor:
 
     def prefill(self, plan: StepPlan) -> torch.Tensor | None:
         """A plan's block tables and prefill part alone: [final chunks, hidden], None where no chunk is final."""
-        self._update_tables(plan)
+        self.update_tables(plan)
         if not plan.chunks:
             return None
-        return self._final_rows(plan, self._prefill(plan, every_row=False), every_row=False)
+        return self.final_rows(plan, self._prefill(plan, every_row=False), every_row=False)
 
     def move(self, plan: StepPlan, moves: Moves) -> None:
         """Takes the results of the step that ran last."""
@@ -183,7 +183,7 @@ class Executor:
         self.pending.index_fill_(0, slots, 0)
         return self.model.prefill(inputs, self.caches, every_row=every_row)
 
-    def _final_rows(self, plan: StepPlan, out: torch.Tensor, every_row: bool) -> torch.Tensor | None:
+    def final_rows(self, plan: StepPlan, out: torch.Tensor, every_row: bool) -> torch.Tensor | None:
         """Of what `_prefill` gave, the rows that draw: the final chunks' last ones; None where no chunk is final."""
         finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
         if every_row:
@@ -240,7 +240,8 @@ class Executor:
         )
         return self._decode_rows
 
-    def _update_tables(self, plan: StepPlan) -> None:
+    def update_tables(self, plan: StepPlan) -> None:
+        """Takes the plan's new blocks."""
         if not plan.tables:
             return
         self._decode_rows = None

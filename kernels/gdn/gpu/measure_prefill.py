@@ -14,9 +14,10 @@ from dataclasses import replace
 import click
 import torch
 
-from mstar.kernels.gdn.gpu.prefill import CHUNK, DEFAULT, Prefill, Tuning, scratch_bytes
+from mstar.kernels.gdn.gpu.prefill import DEFAULT, Prefill, Tuning, scratch_bytes
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.replays import replay_us
+from mstar.kernels.rows import PREFILL_CHUNK as CHUNK
 from mstar.kernels.rows import Rows
 
 MODELS = {"0.8B": (16, 16), "9B": (16, 32), "27B": (16, 48)}

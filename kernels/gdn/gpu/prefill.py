@@ -26,9 +26,9 @@ from mstar.kernels.gdn.gpu.chunk import solve_chunks, walk_chunks
 from mstar.kernels.gdn.gpu.conv import conv_silu
 from mstar.kernels.gdn.gpu.output import outputs
 from mstar.kernels.gdn.weights import GdnWeights
+from mstar.kernels.rows import PREFILL_CHUNK as CHUNK
 from mstar.kernels.rows import Rows
 
-CHUNK = 64
 CONV_ROWS = 16  # rows of a program of the conv
 FLOAT_WARPS = 8  # of float32 products: 4 spill kilobytes at head dims of 128, 8 little
 
@@ -84,7 +84,7 @@ def gdn_prefill_gpu(
     Returns [rows, value_heads * value_dim] in the model dtype. Reads nothing back from the device.
     """
     walk = Prefill(proj, weights, state, conv, rows, tuning)
-    if rows.host_cu_rows[-1]:
+    if rows.chunk_table is not None or rows.host_cu_rows[-1]:
         for stage in walk.stages():
             stage()
     return walk.out
@@ -114,7 +114,7 @@ class Prefill:
             tuning if self.split else replace(tuning, solve_warps=warps, walk_warps=warps, out_warps=warps)
         )
         self.parts = tuning.out_parts if self.split else 1
-        self.chunks = chunks_of(rows.host_cu_rows, proj.device, _stream(proj.device))
+        self.chunks = _padded_chunks(rows) or chunks_of(rows.host_cu_rows, proj.device, _stream(proj.device))
         total = proj.shape[0]
         heads, key_dim, value_dim = weights.value_heads, weights.key_dim, weights.value_dim
         part = torch.bfloat16 if self.split else torch.float32
@@ -195,6 +195,13 @@ def walk_columns(heads: int, value_dim: int, device: torch.device) -> int:
     while columns > 16 and heads * (value_dim // columns) < 0.9 * wanted:
         columns //= 2
     return columns
+
+
+def _padded_chunks(rows: Rows) -> Chunks | None:
+    """The chunks of a padded pass; None: they are to be found by its borders on the host."""
+    if rows.chunk_table is None or rows.chunk_borders is None:
+        return None
+    return Chunks(rows.chunk_table.shape[0], rows.chunk_table, rows.chunk_borders)
 
 
 @functools.lru_cache(maxsize=4)  # a few passes in flight; every layer of a pass asks for the same
