@@ -39,7 +39,9 @@ class LoadProgress:
     """A load goes on."""
 
     type: ClassVar[str] = "load_progress"
-    stage: Annotated[Literal["read", "shard", "warmup", "capture"], Field(description="What is being done")]
+    stage: Annotated[
+        Literal["read", "shard", "compile", "warmup", "capture"], Field(description="What is being done")
+    ]
     done: Annotated[int, Field(description="How much of it, all ranks together")]
     total: Annotated[int, Field(description="Out of how much")]
     unit: Annotated[str, Field(description="Of what: `bytes`, `tensors`, `steps`")]

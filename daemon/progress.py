@@ -11,7 +11,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from mstar.daemon.protocol import LoadProgress
 
 _SCALES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_STAGES = {"read": "reading", "shard": "sharding", "warmup": "warming up", "capture": "capturing"}
+_STAGES = {
+    "read": "reading",
+    "shard": "sharding",
+    "compile": "compiling",
+    "warmup": "warming up",
+    "capture": "capturing",
+}
 
 
 class LoadBars:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from mstar.arch.caches import LayerCache
+from mstar.kernels.compiling import compile_together
 from mstar.kernels.ops import Ops
 from mstar.kernels.staging import staged
 from mstar.kernels.step import StepRegisters
@@ -176,6 +178,10 @@ class DeviceSteps:
         prefills = [] if self._prefills is None else self._prefills.shapes[::-1]
         if device.type == "cpu":
             return
+        if self._prefills is not None:
+            bodies = [partial(self._prefills.try_shape, shape) for shape in prefills]
+            bodies += [partial(self._body, bucket, filtered) for bucket, filtered in jobs]
+            compile_together(bodies, lambda done, count: progress("compile", done, count, "kernels"))
         pool = torch.cuda.graph_pool_handle()
         free = torch.cuda.mem_get_info(device)[0]
         count = len(prefills) + len(jobs)

@@ -104,7 +104,7 @@ class Heartbeat:
 @dataclass(frozen=True, slots=True)
 class Progress:
     rank: int
-    stage: str  # "read", "shard", "warmup", "capture"
+    stage: str  # "read", "shard", "compile", "warmup", "capture"
     done: int
     total: int
     unit: str  # "bytes", "tensors", "steps"

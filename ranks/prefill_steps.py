@@ -98,7 +98,7 @@ class PrefillSteps:
     def capture(self, shape: Shape, pool: Any) -> None:
         """Captures a shape, or with `eager` runs it once. pool: of graphs that never run at once."""
         part = self._parts[shape]
-        self._body(part)  # compiles what is not yet; the part is empty, so that the sink alone is written
+        self.try_shape(shape)
         if self._eager:
             return
         torch.cuda.synchronize(self._executor.device)
@@ -106,6 +106,10 @@ class PrefillSteps:
         with torch.cuda.graph(graph, pool=pool):
             part.hidden = self._body(part)
         part.graph = graph
+
+    def try_shape(self, shape: Shape) -> None:
+        """Runs a shape's part without chunks: of what outlives it, the sinks alone are written."""
+        self._body(self._parts[shape])
 
     def free(self) -> None:
         """Drops the graphs, which hold the caches' addresses."""

@@ -21,7 +21,8 @@ BLOCK, SLOTS, MOST = 16, 8, 512
 BOUNDS = {"fp32": 2e-5, "bf16": 3e-2}
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+# in the interpreter bf16 takes 44 s and differs from float32 in its roundings alone
+@pytest.fixture(scope="module", params=["fp32", "bf16"] if torch.cuda.is_available() else ["fp32"])
 def engines(request, device, tmp_path_factory):
     """The dtype's name and two executors of one trunk, each with caches of its own."""
     from mstar.kernels.linear.gpu import candidates

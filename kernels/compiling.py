@@ -1,0 +1,41 @@
+"""Kernels compiled side by side before they are needed: one by one, a cold start of a load takes over a minute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+MOST_THREADS = 16
+TURN_S = 1.0  # how often a wait says how far it is
+
+
+def compile_together(bodies: Iterable[Callable[[], object]], progress: Callable[[int, int], None]) -> None:
+    """Calls the bodies with launches that compile and do not run, many at once; returns when all are compiled.
+
+    What kernels would have written stays as it is there: a body may hand it on, but not index by it. A kernel that
+    does not compile fails where it is launched later. progress: told how many of how many are compiled, at least
+    every second.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        mode = AsyncCompileMode(pool, ignore_errors=True)
+        with mode:
+            JITFunction.run = compile_only
+            try:
+                for body in bodies:
+                    body()
+                    progress(0, len(mode.raw_futures))
+            finally:
+                JITFunction.run = run
+            left = set(mode.raw_futures)
+            while left:
+                _, left = wait(left, timeout=TURN_S)
+                progress(len(mode.raw_futures) - len(left), len(mode.raw_futures))
