@@ -30,7 +30,7 @@ _NAME = re.compile(
     rf"({'|'.join(_PREFIXES.values())})-r([1-9]\d*)-n([1-9]\d*)-k([1-9]\d*)-({'|'.join(DTYPES)})", re.ASCII
 )
 # Parameters that a launch may have or not, and those that Triton wants as powers of two.
-OPTIONAL = frozenset({"AHEAD", "NORM_FIRST", "SOON"})
+OPTIONAL = frozenset({"AHEAD", "NORM_FIRST", "PRELOAD", "SOON", "TOUCH"})
 SIZES = frozenset({"BLOCK_N", "BLOCK_K", "num_warps"})
 _MAKERS = re.compile(r"nvidia|amd|instinct|geforce|radeon|graphics")
 

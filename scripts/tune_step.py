@@ -32,7 +32,6 @@ from mstar.scripts.offline_model import OfflineModel
 REPLAYS, SAMPLES = 10, 7  # steps a sample, and samples: the median counts
 LEAST_GAIN = 0.003  # of the step: what the samples of one step differ by
 LOST = 1.01  # a step slower than the best by this after one sample is not measured further
-AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: the second cache holds 50 MB
 COMPILE_SHARE = 0.4  # of a batch size's time
 
 
@@ -60,12 +59,15 @@ def sizes_by_worth(asked: dict[GemmKey, int]) -> list[GemmKey]:
 
 def descend(
     table: Trying,
-    candidates: Callable[[GemmKey], list[KernelChoice]],
+    candidates: Callable[[GemmKey, KernelChoice], list[KernelChoice]],
+    variants: Callable[[GemmKey, KernelChoice], list[KernelChoice]],
     step_us: Callable[[float], float],
     until: float,
     say: Callable[[str], None],
 ) -> dict[GemmKey, dict[KernelChoice, float]]:
-    """Tries every candidate of every size in turn, `sizes_by_worth`; then how much of the next weight to ask for.
+    """Tries every candidate of every size in turn, `sizes_by_worth`, and before and after that the choices' variants.
+
+    candidates, variants: of a size, beside what it has now; variants one after another, each of what is best by then.
 
     step_us: captures and times the step with the table as it is; it may raise where a candidate does not run, and
     stop early where the step takes longer than its argument. until: of time.monotonic(). Returns the step's time
@@ -93,29 +95,17 @@ def descend(
                 best, kept = took, choice
         table.tried[key] = kept
 
-    def ahead(key: GemmKey) -> None:
-        kept = table.choose(key)
-        if kept.kernel != "cublas":
-            try_all(key, [with_ahead(kept, mebibytes) for mebibytes in AHEAD_MIB])
+    def try_variants(key: GemmKey) -> None:
+        for place in range(len(variants(key, table.choose(key)))):
+            try_all(key, variants(key, table.choose(key))[place : place + 1])
 
     for key in keys:
-        ahead(key)
+        try_variants(key)
     for key in keys:
-        asks = dict(table.choose(key).params).get("AHEAD", 0)
-        try_all(key, [with_ahead(choice, asks) for choice in candidates(key)])
+        try_all(key, candidates(key, table.choose(key)))
     for key in keys:
-        ahead(key)
+        try_variants(key)
     return times
-
-
-def with_ahead(choice: KernelChoice, mebibytes: int) -> KernelChoice:
-    """The same kernel, that asks for so much of the next weight."""
-    if choice.kernel == "cublas":
-        return choice
-    params = {**dict(choice.params), "AHEAD": mebibytes}
-    return KernelChoice(
-        choice.kernel, tuple(sorted((name, v) for name, v in params.items() if name != "AHEAD" or v))
-    )
 
 
 def known_tiles(table: Table, keys: Iterable[GemmKey]) -> tuple[int, ...]:
@@ -235,7 +225,7 @@ def main(
         loaded = OfflineModel(model, dtype, "cuda")
     except LoadError as error:
         raise click.ClickException(f"{error}") from error
-    from mstar.kernels.linear.gpu.candidates import step_candidates  # Triton, which needs a GPU
+    from mstar.kernels.linear.gpu.candidates import step_candidates, variants  # Triton, which needs a GPU
 
     where = device_name(loaded.device)
     if table_path is not None:
@@ -253,10 +243,15 @@ def main(
         before = step.us(math.inf)
         share = (until - time.monotonic()) / (len(sizes) - place)
         end = time.monotonic() + share
-        jobs = [(key, choice) for key in sizes_by_worth(table.asked) for choice in step_candidates(key)]
+        jobs = [
+            (key, choice)
+            for key in sizes_by_worth(table.asked)
+            for tries in (variants, step_candidates)
+            for choice in tries(key, table.choose(key))
+        ]
         skinny = [job for job in jobs if job[1].kernel != "cublas"]
         pool.compile(skinny, share * COMPILE_SHARE, known_tiles(table, table.asked))
-        times = descend(table, step_candidates, step.us, end, click.echo)
+        times = descend(table, step_candidates, variants, step.us, end, click.echo)
         after = step.us(math.inf)
         click.echo(f"batch {size}: {before:.1f} -> {after:.1f} us, {sum(map(len, times.values()))} tried")
         found = {key: (table.choose(key), each) for key, each in times.items()}

@@ -9,7 +9,7 @@ import pytest
 from click import ClickException
 
 from mstar.kernels.registry import GemmKey, KernelChoice, Table, read_table, stack
-from mstar.scripts.tune_step import Trying, check_table, descend, known_tiles, with_ahead, write_choices
+from mstar.scripts.tune_step import Trying, check_table, descend, known_tiles, write_choices
 
 A = GemmKey("norm", 1, 8224, 1024, "bf16")
 B = GemmKey("residual", 1, 1024, 2048, "bf16")
@@ -27,6 +27,18 @@ class Defaults:
         return 1
 
 
+def candidates(key, now):
+    habits = [pair for pair in now.params if pair[0] != "BLOCK_N"]
+    return [KernelChoice("fma", tuple(sorted([*each.params, *habits]))) for each in (SLOW, FAST, BROKEN)]
+
+
+def variants(key, choice):
+    params = dict(choice.params)
+    switched = {**params, "SOON": 1 - params.get("SOON", 0)}
+    asking = [{**params, "AHEAD": mebibytes} for mebibytes in (4, 8, 16)]
+    return [KernelChoice("fma", tuple(sorted(each.items()))) for each in (switched, *asking)]
+
+
 def tuned(cost, until=None):
     table = Trying(Table(Defaults()), Defaults())
 
@@ -36,7 +48,7 @@ def tuned(cost, until=None):
     step_us(0.0)
     said = []
     limit = time.monotonic() + 60 if until is None else until
-    return table, descend(table, Defaults().candidates, step_us, limit, said.append), said
+    return table, descend(table, candidates, variants, step_us, limit, said.append), said
 
 
 def cost(key, choice):
@@ -45,21 +57,16 @@ def cost(key, choice):
         raise RuntimeError("does not run")
     # alone FAST wins for both; in the step it costs the second size something
     us = {A: {4: 7.0, 8: 10.0}, B: {4: 5.5, 8: 5.0}}[key][params["BLOCK_N"]]
-    # what the first asks for is worth most at 8 MiB
-    return us - (2.0 - abs(params.get("AHEAD", 0) - 8) / 4 if key == A else 0)
+    # what the first asks for is worth most at 8 MiB, and SOON on top of it
+    return us - (2.0 - abs(params.get("AHEAD", 0) - 8) / 4 + params.get("SOON", 0) if key == A else 0)
 
 
 def test_a_size_moves_only_where_the_step_gets_faster():
     table, times, said = tuned(cost)
-    assert (table.choose(A), table.choose(B)) == (with_ahead(FAST, 8), SLOW)
-    assert times[A][SLOW] == 25.0 and times[A][with_ahead(SLOW, 8)] == 21.0
-    assert times[A][with_ahead(FAST, 8)] == 15.0
+    both = KernelChoice("fma", (("AHEAD", 8), ("BLOCK_N", 4), ("SOON", 1)))
+    assert (table.choose(A), table.choose(B)) == (both, SLOW)
+    assert times[A][SLOW] == 25.0 and times[A][both] == min(times[A].values()) == 13.0
     assert sum("RuntimeError" in line for line in said) == 2
-
-
-def test_asking_for_nothing_is_no_parameter():
-    assert with_ahead(FAST, 0) == FAST == with_ahead(with_ahead(FAST, 8), 0)
-    assert with_ahead(KernelChoice("cublas"), 8) == KernelChoice("cublas")
 
 
 def test_nothing_further_is_tried_when_the_time_is_over():

@@ -7,7 +7,7 @@ from math import log2
 import torch
 
 from mstar.kernels.linear.gpu import dot, fma, mma
-from mstar.kernels.registry import GemmKey, KernelChoice
+from mstar.kernels.registry import OPTIONAL, GemmKey, KernelChoice
 
 CUBLAS = KernelChoice("cublas")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -17,6 +17,10 @@ SHARED_BYTES = (60 if torch.version.hip else 220) << 10  # AMD's units have 64 K
 THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of registers that it may have
 # Warps that a processor should be given to do: by the bytes in flight that hide the memory's latency.
 WARPS = {"fma": 24, "dot": 8, "mma": 16}
+
+HABITS = ("AHEAD", "SOON", "TOUCH")  # what any kernel of a step may do beside its work
+AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
+MOST_PRELOADED = 4  # tiles of k that a program has on their way at once
 
 # outputs a program, warps, vectors of 16 bytes that a thread reads of each weight row at a time
 FMA_TILES = (
@@ -92,16 +96,12 @@ def candidates(key: GemmKey) -> list[KernelChoice]:
     return list(dict.fromkeys(found))
 
 
-def step_candidates(key: GemmKey) -> list[KernelChoice]:
-    """What is worth trying inside a step, beside `candidates`: there kernels overlap with what is before and behind.
+def step_candidates(key: GemmKey, now: KernelChoice) -> list[KernelChoice]:
+    """What is worth trying inside a step: `candidates`, and strips, a program's weights in one tile.
 
-    Strips have all of a program's weights on their way before the wait, and SOON lets the next kernel's weights be
-    read that early too.
+    There kernels overlap with what is before and behind. now: the choice that they would replace; they have its habits.
     """
-    found = candidates(key)
-    strips = _strip_candidates(key)
-    soon = [choice for choice in [default(key), *strips[:4]] if choice.kernel != "cublas"]
-    found += strips + [_choice(choice.kernel, **dict(choice.params), SOON=1) for choice in soon]
+    found = candidates(key) + _strip_candidates(key)
     if key.kind in ("norm", "gated") and key.rows >= 4:
         # there the kernel before has normed, but in the first layer, whose rows no kernel prepared
         found = [
@@ -110,7 +110,30 @@ def step_candidates(key: GemmKey) -> list[KernelChoice]:
             else choice
             for choice in found
         ]
+    habits = {name: value for name, value in now.params if name in HABITS}
+    found = [choice if choice == CUBLAS else with_params(choice, **habits) for choice in found]
     return list(dict.fromkeys(found))
+
+
+def variants(key: GemmKey, choice: KernelChoice) -> list[KernelChoice]:
+    """The same tiles with other habits: each switched on or off, and shares of the next weight."""
+    if choice == CUBLAS:
+        return []
+    params = dict(choice.params)
+    switches = ["SOON"]
+    if key.kind == "residual":
+        switches.append("TOUCH")
+    unrolled = choice.kernel == "fma" and params["UNROLL"]
+    if unrolled and 1 < -(-key.k // params["BLOCK_K"]) <= MOST_PRELOADED:
+        switches.append("PRELOAD")
+    found = [with_params(choice, **{name: 1 - params.get(name, 0)}) for name in switches]
+    return found + [with_params(choice, AHEAD=mebibytes) for mebibytes in AHEAD_MIB]
+
+
+def with_params(choice: KernelChoice, **changed: int) -> KernelChoice:
+    """A choice with some parameters changed; those that a launch may have or not are left out at 0."""
+    params = {**dict(choice.params), **changed}
+    return _choice(choice.kernel, **{name: v for name, v in params.items() if v or name not in OPTIONAL})
 
 
 def launches(choice: KernelChoice, key: GemmKey) -> int:

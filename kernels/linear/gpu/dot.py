@@ -14,11 +14,11 @@ from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
 from mstar.kernels.linear.gpu.epilogue import (
-    known_squares,
+    known_tile,
     multipliers,
     residual_tile,
-    store_outputs,
-    store_parts,
+    scale_and_store,
+    touch,
 )
 from mstar.kernels.linear.gpu.fma import by_vector
 
@@ -36,16 +36,17 @@ def _dot(
     rows, n, known_tiles, ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr,
-    SOON: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr,
+    SOON: tl.constexpr, TOUCH: tl.constexpr, VECTOR: tl.constexpr, PRESCALE: tl.constexpr, UPCAST: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     known: None, or [known_tiles, rows] float32, whose columns add up to the squares of x's rows; KNOWN: at least
     known_tiles, a power of two. sums: None, or where the squares of what is stored go, see `store_outputs`.
-    scratch, counters: of `store_parts`. VECTOR: values of 16 bytes.
+    scratch, counters: of `scale_and_store`. VECTOR: values of 16 bytes.
     ahead: None, or a weight to ask the second cache for, see `ask_ahead`.
-    SOON: the next kernel may start with this one, not only once this one has waited for those before it.
+    SOON: the next kernel may start with this one, not only once this one has waited for those before it. TOUCH: see
+    `touch`.
     PREFETCH: the first tile of weights is asked for before the kernel ahead ended. PRESCALE: what x * norm is
     multiplied by before it is rounded to the model's dtype, so that fp16 holds it; the result is divided by it.
     UPCAST: products of float32 copies, for the interpreter, which has no bf16.
@@ -74,6 +75,9 @@ def _dot(
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
         if not SOON:
             tl.extra.cuda.gdc_launch_dependents()
+    if PDL and TOUCH:
+        touch(residual, residual_stride, multiplier, scaled, outputs, lines, rows, n)
+    part = known_tile(known, known_tiles, lines, rows, KNOWN) if known is not None else acc
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else acc
     if PREFETCH:
         b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE, known is None)
@@ -89,23 +93,15 @@ def _dot(
         if GATED:
             u = _tile(u_at, first + step, K, BLOCK_K, whole)
             acc_u = _product(u, b, acc_u, UPCAST)
-    if norm is not None or known is not None:
-        if known is not None:
-            square = known_squares(known, known_tiles, lines, rows, KNOWN)
-        else:
-            square = tl.sum(squares, 1)
-        scale = tl.rsqrt(square / K + eps) / PRESCALE
-        acc = acc * scale[None, :]
-        acc_u = acc_u * scale[None, :]
-    if SPLIT_K == 1:
-        store_outputs(
-            acc, acc_u, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, residual is not None, PRESCALE,
-        )  # fmt: skip
-    else:
-        store_parts(
-            acc, acc_u, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, GATED,
-            residual is not None, PRESCALE, SPLIT_K, BLOCK_N, ROWS,
-        )  # fmt: skip
+    square = acc
+    if known is not None:
+        square = tl.sum(part, 0)
+    elif norm is not None:
+        square = tl.sum(squares, 1)
+    scale_and_store(
+        acc, acc_u, square, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, eps, K,
+        norm is not None or known is not None, GATED, residual is not None, PRESCALE, SPLIT_K, BLOCK_N, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -147,7 +143,7 @@ def _product(w, b, acc, UPCAST: tl.constexpr):
 
 
 _CONSTANTS = (
-    "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "VECTOR",
+    "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "TOUCH", "VECTOR",
     "PRESCALE", "UPCAST", "THREADS", "PDL",
 )  # fmt: skip
 _SIGNATURE = {
@@ -159,7 +155,7 @@ _SIGNATURE = {
 }  # fmt: skip
 _TILE = {
     "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
-    "SOON": 0, "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,
+    "SOON": 0, "TOUCH": 0, "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,
 }  # fmt: skip
 
 

@@ -39,6 +39,28 @@ def multipliers(multiplier, outputs, n):
 
 
 @triton.jit
+def touch(residual, stride, multiplier, scaled, outputs, lines, rows, n):
+    """Asks the first cache for a tile of the residual, and for the multipliers of what is stored.
+
+    ptxas moves their loads down to where they are used, by the few threads that store; their way through memory
+    would be waited for there. It leaves a prefetch where it stands.
+    """
+    if residual is not None:
+        inside = (
+            tl.minimum(lines, rows - 1).to(tl.int64)[None, :] * stride + tl.minimum(outputs, n - 1)[:, None]
+        )
+        _ask_first_cache(residual + inside)
+    if scaled is not None:
+        _ask_first_cache(multiplier + tl.minimum(outputs, n - 1))
+
+
+@triton.jit
+def _ask_first_cache(at):
+    asm: tl.constexpr = "prefetch.global.L1 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def store_outputs(
     y, up, r, m, out, sums, scaled, outputs, lines, rows, n,
     GATED: tl.constexpr, ADD: tl.constexpr, PRESCALE: tl.constexpr,
@@ -66,37 +88,49 @@ def store_outputs(
 
 
 @triton.jit
-def known_squares(known, tiles, lines, rows, KNOWN: tl.constexpr):
-    """The squares of rows that `store_outputs` left in `tiles` parts: [lines] float32."""
+def known_tile(known, tiles, lines, rows, KNOWN: tl.constexpr):
+    """Parts of rows' squares, as `store_outputs` left them: [KNOWN, lines] float32, to be added up along the first.
+
+    Asked for long before they are needed.
+    """
     tile = tl.arange(0, KNOWN)[:, None]
     inside = (tile < tiles) & (lines < rows)[None, :]
-    return tl.sum(tl.load(known + tile * rows + lines[None, :], mask=inside, other=0.0), 0)
+    return tl.load(known + tile * rows + lines[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def store_parts(
-    y, up, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, GATED: tl.constexpr,
-    ADD: tl.constexpr, PRESCALE: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+def scale_and_store(
+    y, up, square, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, eps,
+    K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PRESCALE: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`store_outputs` of what SPLIT_K programs have parts of: the last of them to arrive adds them up, in order.
+    """`store_outputs` of a tile, divided by the root of its rows' mean squares (NORM; square: [lines]).
 
-    Programs: tiles of outputs, parts, tiles of rows. scratch: a tile [BLOCK_N, ROWS] float32 a program; counters:
-    [tiles of the output] int32 zeros, zeros again at the end.
+    Of a tile that SPLIT_K programs have parts of, the last one to arrive adds them up, in order. Programs: tiles of
+    outputs, parts, tiles of rows. scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output]
+    int32 zeros, zeros again at the end.
     """
-    # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
-    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    part_size: tl.constexpr = BLOCK_N * ROWS
-    part = scratch + tile.to(tl.int64) * (SPLIT_K * part_size)
-    part += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    tl.store(part + tl.program_id(1) * part_size, y)
-    tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
-    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-        total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-        for split in tl.static_range(SPLIT_K):
-            # past the first cache, which other programs' stores do not reach
-            total += tl.load(part + split * part_size, cache_modifier=".cg")
-        store_outputs(total, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, ADD, PRESCALE)
-        tl.store(counters + tile, 0)
+    if NORM:
+        scale = tl.rsqrt(square / K + eps) / PRESCALE
+        y = y * scale[None, :]
+        up = up * scale[None, :]
+    if SPLIT_K == 1:
+        store_outputs(y, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, ADD, PRESCALE)
+    else:
+        # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        part_size: tl.constexpr = BLOCK_N * ROWS
+        part = scratch + tile.to(tl.int64) * (SPLIT_K * part_size)
+        part += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(part + tl.program_id(1) * part_size, y)
+        tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for split in tl.static_range(SPLIT_K):
+                # past the first cache, which other programs' stores do not reach
+                total += tl.load(part + split * part_size, cache_modifier=".cg")
+            store_outputs(total, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, ADD, PRESCALE)
+            tl.store(counters + tile, 0)
 
 
 def silu_gated(both: torch.Tensor) -> torch.Tensor:

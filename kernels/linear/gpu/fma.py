@@ -12,7 +12,7 @@ import triton.language as tl
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
-from mstar.kernels.linear.gpu.epilogue import multipliers, residual_tile, store_outputs
+from mstar.kernels.linear.gpu.epilogue import multipliers, residual_tile, store_outputs, touch
 
 MOST_ROWS = 8
 
@@ -23,12 +23,13 @@ def _fma(
     ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr,
-    SOON: tl.constexpr, PRESCALE: tl.constexpr,
+    SOON: tl.constexpr, PRELOAD: tl.constexpr, TOUCH: tl.constexpr, PRESCALE: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
 
     ROWS: rows, or more, up to 8. VECTOR: values of 16 bytes. UNROLL: tiles of k are written out, not a loop.
+    PRELOAD: all of k is asked for before the wait, too. TOUCH: see `touch`.
     sums: None, or where the squares of what is stored go, see `store_outputs`.
     ahead: None, or a weight to ask the second cache for, see `ask_ahead`.
     SOON: the next kernel may start with this one, not only once this one has waited for those before it.
@@ -43,6 +44,7 @@ def _fma(
     w = _weights(w_at, 0, K, BLOCK_K)
     u = _weights(u_at, 0, K, BLOCK_K) if GATED else w
     g = _norms(norm, 0, K, BLOCK_K) if norm is not None else w
+    later = _later(w_at, u_at, norm, K, BLOCK_K, steps, GATED) if PRELOAD else ()
     m = multipliers(multiplier, outputs, n) if scaled is not None else w
     if PDL:
         if ahead is not None:
@@ -51,12 +53,26 @@ def _fma(
         if not SOON:
             tl.extra.cuda.gdc_launch_dependents()
     lines = tl.arange(0, ROWS)
+    if PDL and TOUCH:
+        touch(residual, residual_stride, multiplier, scaled, outputs, lines, rows, n)
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else w
     acc = _zeros(ROWS, BLOCK_N, BLOCK_K // VECTOR)
     acc_u = _zeros(ROWS if GATED else 0, BLOCK_N, BLOCK_K // VECTOR)
     squares = _zeros(ROWS if norm is not None else 0, 1, BLOCK_K // VECTOR)
     f = _inputs(x, x_stride, rows, 0, K, ROWS, BLOCK_K)
-    if UNROLL:
+    if PRELOAD:
+        inputs = ()
+        for step in tl.static_range(1, steps):
+            inputs += (_inputs(x, x_stride, rows, step, K, ROWS, BLOCK_K),)  # type: ignore[assignment]
+        for step in tl.static_range(steps):
+            values, squares = _normed(f, g, squares, ROWS, VECTOR)
+            acc = _add(acc, values, w, ROWS, VECTOR)
+            if GATED:
+                acc_u = _add(acc_u, values, u, ROWS, VECTOR)
+            if step + 1 < steps:
+                f = inputs[step]
+                w, u, g = later[step]
+    elif UNROLL:
         for step in tl.static_range(steps):
             values, squares = _normed(f, g, squares, ROWS, VECTOR)
             acc = _add(acc, values, w, ROWS, VECTOR)
@@ -132,6 +148,20 @@ def _weights(at, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _later(
+    w_at, u_at, norm, K: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """All tiles of k but the first: a tuple of what `_weights` and `_norms` give for each."""
+    tiles = ()
+    for step in tl.static_range(1, STEPS):
+        w = _weights(w_at, step, K, BLOCK_K)
+        u = _weights(u_at, step, K, BLOCK_K) if GATED else w
+        g = _norms(norm, step, K, BLOCK_K) if norm is not None else w
+        tiles += ((w, u, g),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
 def _norms(norm, step, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """The norm's multipliers of a tile, [1, BLOCK_K]."""
     k = _columns(step, BLOCK_K)
@@ -194,11 +224,24 @@ _SIGNATURE = {
     "multiplier": "*fp32", "rows": "i32", "n": "i32",
     **AHEAD,
     **dict.fromkeys(
-        ("K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "PRESCALE", "THREADS", "PDL"),
+        (
+            "K", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "VECTOR", "UNROLL", "SOON", "PRELOAD", "TOUCH", "PRESCALE",
+            "THREADS", "PDL",
+        ),
         "constexpr",
     ),
 }  # fmt: skip
-_TILE = {"K": 1024, "GATED": False, "BLOCK_N": 4, "VECTOR": 8, "SOON": 0, "PRESCALE": 1.0, "THREADS": 128}
+_TILE = {
+    "K": 1024,
+    "GATED": False,
+    "BLOCK_N": 4,
+    "VECTOR": 8,
+    "SOON": 0,
+    "PRELOAD": 0,
+    "TOUCH": 0,
+    "PRESCALE": 1.0,
+    "THREADS": 128,
+}
 AOT_CASES = [
     AotCase(
         _fma,
@@ -220,7 +263,7 @@ AOT_CASES = [
     AotCase(
         _fma,
         _SIGNATURE | {"norm": "constexpr"},
-        _TILE | {"norm": None, "ROWS": 4, "BLOCK_K": 512, "UNROLL": 0},
+        _TILE | {"norm": None, "ROWS": 4, "BLOCK_K": 512, "UNROLL": 0, "TOUCH": 1},
         num_warps=2,
         pdl=True,
     ),

@@ -14,11 +14,11 @@ from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
 from mstar.kernels.linear.gpu.epilogue import (
-    known_squares,
+    known_tile,
     multipliers,
     residual_tile,
-    store_outputs,
-    store_parts,
+    scale_and_store,
+    touch,
 )
 
 MOST_ROWS = 32
@@ -32,7 +32,7 @@ def _mma(
     x, x_stride, weight, norm, known, eps, residual, residual_stride, out, sums, scaled, multiplier, scratch, counters,
     rows, n, known_tiles, ahead, ahead_lines, ahead_first, ahead_gap,
     K: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PARTS: tl.constexpr, SOON: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, PARTS: tl.constexpr, SOON: tl.constexpr, TOUCH: tl.constexpr,
     PRESCALE: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(norm(x) W^T); x: [rows, K], weight: [n or 2n, K].
@@ -73,6 +73,9 @@ def _mma(
     acc_u = tl.zeros([PARTS, BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([8, PARTS, ROWS // 8], tl.float32)
     f = _tile(x_at, first, k, K, BLOCK_K, whole)
+    if PDL and TOUCH:
+        touch(residual, residual_stride, multiplier, scaled, outputs, lines, rows, n)
+    part = known_tile(known, known_tiles, lines, rows, KNOWN) if known is not None else acc
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else w
     if steps <= MOST_UNROLLED:
         for step in tl.static_range(steps):
@@ -103,23 +106,15 @@ def _mma(
             f = next_f
     y = tl.sum(acc, 0)
     up = tl.sum(acc_u, 0) if GATED else y
-    if norm is not None or known is not None:
-        if known is not None:
-            square = known_squares(known, known_tiles, lines, rows, KNOWN)
-        else:
-            square = tl.reshape(tl.permute(tl.sum(squares, 1), (1, 0)), [ROWS])
-        scale = tl.rsqrt(square / K + eps) / PRESCALE
-        y = y * scale[None, :]
-        up = up * scale[None, :]
-    if SPLIT_K == 1:
-        store_outputs(
-            y, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, residual is not None, PRESCALE,
-        )  # fmt: skip
-    else:
-        store_parts(
-            y, up, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, GATED,
-            residual is not None, PRESCALE, SPLIT_K, BLOCK_N, ROWS,
-        )  # fmt: skip
+    square = y
+    if known is not None:
+        square = tl.sum(part, 0)
+    elif norm is not None:
+        square = tl.reshape(tl.permute(tl.sum(squares, 1), (1, 0)), [ROWS])
+    scale_and_store(
+        y, up, square, r, m, out, sums, scaled, scratch, counters, outputs, lines, rows, n, eps, K,
+        norm is not None or known is not None, GATED, residual is not None, PRESCALE, SPLIT_K, BLOCK_N, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -192,7 +187,7 @@ def _product(
 
 
 _CONSTANTS = (
-    "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PARTS", "SOON", "PRESCALE", "UPCAST",
+    "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PARTS", "SOON", "TOUCH", "PRESCALE", "UPCAST",
     "THREADS", "PDL",
 )  # fmt: skip
 _SIGNATURE = {
@@ -204,7 +199,7 @@ _SIGNATURE = {
 }  # fmt: skip
 _TILE = {
     "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 16, "BLOCK_K": 1024, "SPLIT_K": 1, "PARTS": 4,
-    "SOON": 0, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,
+    "SOON": 0, "TOUCH": 0, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,
 }  # fmt: skip
 
 

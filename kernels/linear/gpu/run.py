@@ -169,6 +169,7 @@ def skinny_call(
     mebibytes = params.pop("AHEAD", 0)
     arguments = {
         "SOON": 0,
+        "TOUCH": 0,
         **params,
         **(NOTHING if ahead is None else ahead.arguments(mebibytes)),
         "THREADS": params["num_warps"] * (64 if torch.version.hip else 32),
@@ -191,6 +192,7 @@ def skinny_call(
         **launch_options(x.device),
     }
     if choice.kernel == "fma":
+        arguments.setdefault("PRELOAD", 0)
         if rows > fma.MOST_ROWS:
             raise ValueError(f"fma takes {fma.MOST_ROWS} rows, not {rows}")
         arguments |= {"ROWS": triton.next_power_of_2(rows), "VECTOR": 16 // x.element_size()}

@@ -6,7 +6,15 @@ import torch.nn.functional as F
 
 from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.linear.gpu.ahead import Ahead
-from mstar.kernels.linear.gpu.candidates import CUBLAS, candidates, default, launches
+from mstar.kernels.linear.gpu.candidates import (
+    CUBLAS,
+    candidates,
+    default,
+    launches,
+    step_candidates,
+    variants,
+    with_params,
+)
 from mstar.kernels.linear.gpu.run import Prepared, _counters, run_linear, run_residual, skinny_call
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 from tests.support.linears import exact
@@ -29,6 +37,7 @@ def choice(kernel: str, **params: int) -> KernelChoice:
 
 
 FMA = choice("fma", BLOCK_N=8, BLOCK_K=256, UNROLL=1, num_warps=1)
+FMA_PRELOAD = choice("fma", BLOCK_N=4, BLOCK_K=64, UNROLL=1, PRELOAD=1, TOUCH=1, AHEAD=1, num_warps=1)
 FMA_LOOP = choice("fma", BLOCK_N=16, BLOCK_K=64, UNROLL=0, num_warps=2)
 DOT = choice("dot", BLOCK_N=16, BLOCK_K=128, SPLIT_K=1, PREFETCH=1, num_warps=1, num_stages=2)
 DOT_LOOP = choice("dot", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, PREFETCH=0, num_warps=2, num_stages=3)
@@ -42,12 +51,14 @@ MMA = choice("mma", BLOCK_N=16, BLOCK_K=128, SPLIT_K=1, num_warps=2)
 MMA_LOOP = choice("mma", BLOCK_N=32, BLOCK_K=32, SPLIT_K=1, num_warps=1)
 MMA_SPLIT = choice("mma", BLOCK_N=16, BLOCK_K=64, SPLIT_K=2, num_warps=2)
 NAMES = {
-    "fma": FMA, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP, "dot-split": DOT_SPLIT,
+    "fma": FMA, "fma-preload": FMA_PRELOAD, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP,
+    "dot-split": DOT_SPLIT,
     "dot-strip": DOT_STRIP, "mma": MMA, "mma-loop": MMA_LOOP, "mma-split": MMA_SPLIT,
     "dot-norm-first": DOT_NORM_FIRST, "cublas": CUBLAS,
 }  # fmt: skip
 ROWS = {
-    "fma": (1, 3, 8), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63), "dot-split": (5, 33),
+    "fma": (1, 3, 8), "fma-preload": (1, 3), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63),
+    "dot-split": (5, 33),
     "dot-norm-first": (3,), "dot-strip": (4, 17),
     "mma": (3, 16, 32), "mma-loop": (9,), "mma-split": (5,),
     "cublas": (1, 65),
@@ -188,6 +199,28 @@ def test_candidates_fit_and_hold_the_default(n, k):
                 assert default(key).kernel == (kernel if dtype == "bf16" or kernel != "dot" else "cublas")
                 for found_choice in found:
                     check_fit(found_choice, key)
+
+
+@pytest.mark.parametrize("n, k", SIZES)
+def test_a_steps_candidates_keep_the_habits_of_the_choice_they_replace(n, k):
+    for rows in (1, 4, 16, 64):
+        for kind in KINDS:
+            key = GemmKey(kind, rows, n, k, "bf16")
+            now = with_params(default(key), AHEAD=4, SOON=1)
+            found = step_candidates(key, now)
+            assert CUBLAS in found and len(found) == len(set(found))
+            for each in found:
+                params = dict(each.params)
+                assert each == CUBLAS or (params["AHEAD"], params["SOON"]) == (4, 1)
+                if each.kernel in ("dot", "mma") and kind in ("norm", "gated") and rows >= 4:
+                    assert params["NORM_FIRST"]
+            for each in variants(key, now):
+                assert each.kernel == now.kernel and each.params == tuple(sorted(each.params))
+                assert each != now or dict(each.params)["AHEAD"] == 4
+                assert 0 not in [
+                    dict(each.params).get(name) for name in ("AHEAD", "SOON", "TOUCH", "PRELOAD")
+                ]
+    assert variants(key, CUBLAS) == []
 
 
 def check_fit(found: KernelChoice, key: GemmKey) -> None:
