@@ -191,20 +191,11 @@ class TritonOps(Ops):
         ahead = self._next.get(weight.data.data_ptr())
         known = self._last[1] if self._last is not None and self._last[0] is x else None
         try:
-            if residual is not None and self._takes_prepared(ahead, x):
-                self._last = run_residual(choice, x, weight.data, residual, ahead)
+            if residual is not None:
+                after = ahead.norm if ahead is not None and self._takes_prepared(ahead, x) else None
+                self._last = run_residual(choice, x, weight.data, residual, ahead, after)
                 return self._last[0]
-            return run_linear(
-                choice,
-                x,
-                weight.data,
-                kind=kind,
-                norm=norm,
-                eps=eps,
-                residual=residual,
-                known=known,
-                ahead=ahead,
-            )
+            return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead)
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
             log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
             self._refused.add((key, choice))
@@ -217,9 +208,9 @@ class TritonOps(Ops):
         choice = _CUBLAS if rows is None else self.table.choose(key)
         return (_CUBLAS if (key, choice) in self._refused else choice), key
 
-    def _takes_prepared(self, after: Ahead | None, x: torch.Tensor) -> bool:
-        """Whether the linear after one of x's rows reads what `run_residual` prepares."""
-        if after is None or after.norm is None:
+    def _takes_prepared(self, after: Ahead, x: torch.Tensor) -> bool:
+        """Whether the linear after one of x's rows reads products that `run_residual` prepares."""
+        if after.norm is None:
             return False
         outputs, inputs = after.weight.shape[0] // after.halves, after.weight.shape[1]
         choice, _ = self._choice("gated" if after.halves == 2 else "norm", x, outputs, inputs)

@@ -78,9 +78,8 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
         if known_tiles is None:
             inputs.run(run_linear, choice, weight)
         elif inputs.residual is not None:
-            inputs.run(partial(run_linear, ahead=Ahead(weight)), choice, weight)
-            norm = torch.ones(key.n, device=device)
-            run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight, norm=norm))
+            for norm in (None, torch.ones(key.n, device=device)):
+                run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight), norm)
         else:
             norms = key.kind in ("norm", "gated") and choice.kernel != "fma"
             for tiles in (0, *known_tiles) if norms else (0,):

@@ -256,8 +256,8 @@ def test_what_a_residual_prepares_serves_the_norm_behind_it(device, name, rows, 
     given = arguments("residual", rows, 205, 141, torch.bfloat16, device)
     behind = arguments(kind, rows, 19, 205, torch.bfloat16, device)
     norm = behind["norm"]
-    ahead = Ahead(given["weight"], norm=norm)
-    out, made = run_residual(NAMES[name], given["x"], given["weight"], given["residual"], ahead)
+    ahead = Ahead(given["weight"])
+    out, made = run_residual(NAMES[name], given["x"], given["weight"], given["residual"], ahead, norm)
     assert torch.equal(out.float(), run_linear(NAMES[name], kind="residual", **given).float())
     assert made is not None and made.scaled is not None and made.squares.shape[1] == rows
     assert relative(made.squares.sum(0), out.double().square().sum(1)) < 1e-6
