@@ -91,8 +91,12 @@ def load(
     if as_json:
         _print_event(client.load(model, _print_event, **fields))
         return
-    with LoadBars(quiet) as bars:
-        loaded = client.load(model, bars, **fields)
+    try:
+        with LoadBars(quiet) as bars:
+            loaded = client.load(model, bars, **fields)
+    except KeyboardInterrupt:
+        click.echo("\nthe load goes on; mstar status tells when it is ready", err=True)
+        raise
     if not quiet:
         click.echo(
             f"loaded {loaded.model}: {loaded.params / 1e6:.1f} M parameters, {loaded.dtype}, {loaded.device}, "

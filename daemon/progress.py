@@ -38,9 +38,11 @@ class LoadBars:
         )
         self._bars: dict[str, TaskID] = {}
         self._told: set[str] = set()
+        self._starting: TaskID | None = None
 
     def __call__(self, event: LoadProgress) -> None:
         """Moves the stage's bar."""
+        self._begun()
         name = _STAGES.get(event.stage, event.stage)
         amount = amount_of(event.done, event.total, event.unit)
         if self._progress.disable:
@@ -54,12 +56,19 @@ class LoadBars:
 
     def __enter__(self) -> Self:
         self._progress.start()
+        if not self._progress.disable:  # ranks take seconds to start, and say nothing meanwhile
+            self._starting = self._progress.add_task("starting", total=None, amount="ranks")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+    def _begun(self) -> None:
+        if self._starting is not None:
+            self._progress.update(self._starting, total=1, completed=1)
+            self._starting = None
 
 
 def amount_of(done: int, total: int, unit: str) -> str:

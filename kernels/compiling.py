@@ -15,7 +15,7 @@ def compile_together(bodies: Iterable[Callable[[], object]], progress: Callable[
 
     What kernels would have written stays as it is there: a body may hand it on, but not index by it. A kernel that
     does not compile fails where it is launched later. progress: told how many of how many are compiled, at least
-    every second.
+    every second, and nothing where all were.
     """
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.jit import JITFunction
@@ -32,7 +32,8 @@ def compile_together(bodies: Iterable[Callable[[], object]], progress: Callable[
             try:
                 for body in bodies:
                     body()
-                    progress(0, len(mode.raw_futures))
+                    if mode.raw_futures:
+                        progress(0, len(mode.raw_futures))
             finally:
                 JITFunction.run = run
             left = set(mode.raw_futures)

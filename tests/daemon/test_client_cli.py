@@ -186,6 +186,24 @@ def test_load_shows_a_bar_on_a_terminal(daemon):
     assert "━" not in run_in_terminal("--connect", daemon.address, "load", "-q", "m", env={"TERM": "xterm"})
 
 
+def test_a_load_says_at_once_that_ranks_start(daemon):
+    shown = run_in_terminal("--connect", daemon.address, "load", "m", env={"TERM": "xterm", "COLUMNS": "100"})
+    assert "starting" in shown and shown.index("starting") < shown.index("reading")
+
+
+def test_ctrl_c_leaves_a_load_and_says_so(daemon):
+    process = subprocess.Popen(
+        [*COMMAND, "--connect", daemon.address, "load", "slow"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    daemon.wait_for("load")
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=20)[1]
+    assert process.returncode == 130
+    assert b"the load goes on; mstar status" in said and b"Traceback" not in said
+    assert not [m for m in daemon.received if m["type"] == "unload"]
+
+
 def test_ctrl_c_in_chat_ends_the_answer_and_not_the_chat(daemon):
     master, slave = pty.openpty()
     process = subprocess.Popen(

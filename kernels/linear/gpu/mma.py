@@ -1,5 +1,4 @@
-"""Linear of 2 to 32 rows on the tensor cores with the weight in registers: no shared memory on its way, all of a
-program's weights asked for before its wait.
+"""Linear of 2 to 32 rows on the tensor cores with the weight in registers, without shared memory on its way.
 
 The sum over k may run in any order, so each lane takes 16 bytes of a weight's row as they lie in memory and calls
 them its part of the products; x is dealt alike. The warps of a program share k, and meet once, at the end.
@@ -22,8 +21,6 @@ from mstar.kernels.linear.gpu.epilogue import (
 )
 
 MOST_ROWS = 32
-LEAST_OUTPUTS = 16  # of a program: what mma takes at once
-RUN = 32  # values of k that four lanes read side by side
 MOST_UNROLLED = tl.constexpr(4)  # tiles of k that are written out, not a loop
 
 
