@@ -43,8 +43,8 @@ class LoadProgress:
         Literal["read", "shard", "compile", "warmup", "capture"], Field(description="What is being done")
     ]
     done: Annotated[int, Field(description="How much of it, all ranks together")]
-    total: Annotated[int, Field(description="Out of how much")]
-    unit: Annotated[str, Field(description="Of what: `bytes`, `tensors`, `steps`")]
+    total: Annotated[int, Field(description="Out of how much; of `compile` it grows at first")]
+    unit: Annotated[str, Field(description="Of what: `bytes`, `tensors`, `kernels`, `graphs`, `steps`")]
     id: AnswerId = None
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
+
+log = logging.getLogger(__name__)
 
 MOST_THREADS = 16
 TURN_S = 1.0  # how often a wait says how far it is
@@ -17,13 +20,18 @@ def compile_together(bodies: Iterable[Callable[[], object]], progress: Callable[
     does not compile fails where it is launched later. progress: told how many of how many are compiled, at least
     every second, and nothing where all were.
     """
-    from triton.runtime._async_compile import AsyncCompileMode
-    from triton.runtime.jit import JITFunction
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+        from triton.runtime.jit import JITFunction
+    except ImportError as error:  # they are Triton's own: another version may have them elsewhere
+        log.warning("kernels are compiled one by one: %s", error)
+        return
 
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):  # type: ignore[no-untyped-def]
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        # the mode is this thread's: launches of other threads run
+        return run(self, *args, grid=grid, warmup=warmup or active_mode.get() is mode, **kwargs)
 
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         mode = AsyncCompileMode(pool, ignore_errors=True)

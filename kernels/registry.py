@@ -213,7 +213,7 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
     if choice.kernel not in {other.kernel for other in alike}:
         raise ValueError(f"no kernel {choice.kernel!r} here for such a size")
     wrong = sorted(param for param, value in params.items() if type(value) is not int or value < 0)
-    if wrong or not names - OPTIONAL <= set(params) <= names | OPTIONAL:
+    if wrong or not names - OPTIONAL <= set(params) <= names - OPTIONAL | _optional(choice.kernel, key.kind):
         raise ValueError(f"not the parameters of {choice.kernel!r}: {', '.join(wrong) or sorted(params)}")
     if params.get("SPLIT_K", 1) < 1:
         raise ValueError("k is split into one part at least")
@@ -224,7 +224,17 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
     )
     if odd:
         raise ValueError(f"not powers of two: {', '.join(odd)}")
+    if choice.kernel == "mma" and (params["BLOCK_N"] < 16 or params["BLOCK_K"] % (32 * params["num_warps"])):
+        raise ValueError("mma takes tiles of 16 outputs or more, and 32 values of k a warp or a multiple")
     return choice
+
+
+def _optional(kernel: str, kind: str) -> frozenset[str]:
+    """Parameters that a launch may have or not, of a kernel and kind."""
+    if kernel == "cublas":
+        return frozenset()
+    own = {"fma": {"PRELOAD"}}.get(kernel, {"NORM_FIRST"} if kind in ("norm", "gated") else set())
+    return frozenset({"AHEAD", "SOON", "TOUCH", *own})
 
 
 def _note(where: str, reason: str, names: list[str]) -> str:

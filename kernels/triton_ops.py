@@ -44,7 +44,7 @@ class TritonOps(Ops):
         # what the last linear with a residual gave, and what it prepared for the norm behind it
         self._last: tuple[torch.Tensor, Prepared | None] | None = None
         self._next: dict[int, Ahead] = {}  # by a weight's address: what a step reads after it
-        self._refused: set[tuple[GemmKey, KernelChoice]] = set()  # what does not fit this GPU
+        self.refused: set[tuple[GemmKey, KernelChoice]] = set()  # what does not fit this GPU
 
     @staticmethod
     def unavailable(device: torch.device, block_size: int, dims: Iterable[int]) -> str | None:
@@ -198,7 +198,7 @@ class TritonOps(Ops):
             return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead)
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes
             log.warning("%s: %s does not fit this GPU, cuBLAS runs it: %s", key.name, choice.name, error)
-            self._refused.add((key, choice))
+            self.refused.add((key, choice))
             return run_linear(_CUBLAS, x, weight.data, kind=kind, norm=norm, eps=eps, residual=residual)
 
     def _choice(self, kind: str, x: torch.Tensor, outputs: int, inputs: int) -> tuple[KernelChoice, GemmKey]:
@@ -206,7 +206,7 @@ class TritonOps(Ops):
         rows = row_bucket(x.shape[0])
         key = GemmKey(kind, rows or 0, outputs, inputs, _DTYPES[x.dtype])
         choice = _CUBLAS if rows is None else self.table.choose(key)
-        return (_CUBLAS if (key, choice) in self._refused else choice), key
+        return (_CUBLAS if (key, choice) in self.refused else choice), key
 
     def _takes_prepared(self, after: Ahead, x: torch.Tensor) -> bool:
         """Whether the linear after one of x's rows reads products that `run_residual` prepares."""

@@ -92,7 +92,8 @@ class Launched:
 class DeviceSteps:
     """Runs steps of one rank's executor without waiting for them.
 
-    buckets: the sizes that decode parts are padded to; the largest holds every sequence.
+    buckets: the sizes that decode parts are padded to; the largest holds every sequence. prefills: whether small
+    prefill parts are padded to shapes too.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class DeviceSteps:
         vocab_size: int,
         buckets: Sequence[int],
         eager: bool = False,
+        prefills: bool = True,
     ) -> None:
         model = executor.model
         self._model: StepModel = model  # type: ignore[assignment]
@@ -133,7 +135,8 @@ class DeviceSteps:
         self._latest: Launched | None = None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         # references take prefill's borders from the host
-        self._prefills = PrefillSteps(executor, self._eager) if self._model.ops.uniform else None
+        padded = prefills and self._model.ops.uniform
+        self._prefills = PrefillSteps(executor, self._eager) if padded else None
         self.graph_bytes = 0
 
     def takes(self, plan: StepPlan) -> bool:
@@ -178,9 +181,11 @@ class DeviceSteps:
         prefills = [] if self._prefills is None else self._prefills.shapes[::-1]
         if device.type == "cpu":
             return
-        if self._prefills is not None:
-            bodies = [partial(self._prefills.try_shape, shape) for shape in prefills]
-            bodies += [partial(self._body, bucket, filtered) for bucket, filtered in jobs]
+        bodies = (
+            [] if self._prefills is None else [partial(self._prefills.try_shape, each) for each in prefills]
+        )
+        bodies += [partial(self._body, bucket, filtered) for bucket, filtered in jobs]
+        if self._model.ops.uniform:  # kernels of Triton
             compile_together(bodies, lambda done, count: progress("compile", done, count, "kernels"))
         pool = torch.cuda.graph_pool_handle()
         free = torch.cuda.mem_get_info(device)[0]

@@ -107,7 +107,7 @@ class Progress:
     stage: str  # "read", "shard", "compile", "warmup", "capture"
     done: int
     total: int
-    unit: str  # "bytes", "tensors", "steps"
+    unit: str  # "bytes", "tensors", "kernels", "graphs", "steps"
 
 
 @dataclass(frozen=True, slots=True)

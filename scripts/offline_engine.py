@@ -39,7 +39,7 @@ class OfflineEngine:
     """Runs requests of one load. drafts: checked in every step, without a policy that would lower them.
 
     eager: on a GPU, without captured graphs. budgets: prompt tokens of a step, alone and beside decodes. buckets: sizes
-    of decode parts on a GPU, in place of those that a load of so many sequences has.
+    of decode parts on a GPU, in place of those that a load of so many sequences has, and no shapes of prefill parts.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class OfflineEngine:
         sampler = Sampler(config.vocab_size, slots, device)
         self.steps: DeviceSteps | None = None
         if ops.uniform:
-            self.steps = DeviceSteps(self.executor, sampler, config.vocab_size, limits.buckets, eager)
+            self.steps = DeviceSteps(
+                self.executor, sampler, config.vocab_size, limits.buckets, eager, prefills=buckets is None
+            )
             self.steps.capture(lambda *_: None)
         leader = Leader(SlotBackend(self.executor, config.vocab_size), sampler, chain, self.steps)
         self._scheduler = Scheduler(limits, sampler)

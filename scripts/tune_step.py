@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -28,6 +28,9 @@ from mstar.ranks.cache import blocks_for
 from mstar.ranks.plan import bucket_of
 from mstar.scripts.offline_engine import OfflineEngine
 from mstar.scripts.offline_model import OfflineModel
+
+if TYPE_CHECKING:
+    from mstar.kernels.triton_ops import TritonOps
 
 REPLAYS, SAMPLES = 10, 7  # steps a sample, and samples: the median counts
 LEAST_GAIN = 0.003  # of the step: what the samples of one step differ by
@@ -168,6 +171,7 @@ class Step:
         )
         assert self._engine.steps is not None, "a GPU's operations keep steps on the device"
         self._steps, executor = self._engine.steps, self._engine.executor
+        self._ops: TritonOps = model.trunk.ops  # type: ignore[assignment]
         self._lengths, self._context = executor.lengths, context
         blocks = blocks_for(rounded)
         table = torch.arange(1, batch * blocks + 1, dtype=torch.int32, device=executor.device)
@@ -176,8 +180,14 @@ class Step:
         self._steps.place(list(range(1, batch + 1)), self._bucket)
 
     def us(self, limit: float) -> float:
-        """Captures the step and times it; by one sample where that is above the limit."""
+        """Captures the step and times it; by one sample where that is above the limit.
+
+        Raises RuntimeError where a kernel that is being tried does not fit the GPU.
+        """
+        known = set(self._ops.refused)
         graph = self._steps.captured(self._bucket)
+        if self._ops.refused - known:
+            raise RuntimeError("does not fit this GPU")
         samples: list[float] = []
         for sample in range(SAMPLES + 1):
             self._lengths[1 : self._batch + 1].fill_(self._context)

@@ -414,3 +414,34 @@ def test_the_command_refuses_what_it_cannot_time(tmp_path):
     assert "not 3" in run("--model", "0.8B", "--rows", "1,3")
     assert "tp 3 does not divide" in run("--model", "0.8B", "--tp", "3")
     assert "there is no directory" in run("--model", "0.9B-no-such")
+
+
+RESIDUAL_NAME = "residual-r8-n1024-k2048-bf16"
+MMA_PARAMS = {"BLOCK_K": 512, "BLOCK_N": 16, "SPLIT_K": 1, "num_warps": 4}
+
+
+@pytest.mark.parametrize(
+    "name, kernel, changed, taken",
+    [
+        (RESIDUAL_NAME, "mma", {"AHEAD": 4, "SOON": 1, "TOUCH": 1}, True),
+        (RESIDUAL_NAME, "mma", {"PRELOAD": 1}, False),  # fma's
+        (RESIDUAL_NAME, "mma", {"NORM_FIRST": 1}, False),  # there is no norm
+        (RESIDUAL_NAME, "mma", {"BLOCK_K": 64}, False),
+        (RESIDUAL_NAME, "mma", {"BLOCK_N": 8}, False),
+        ("norm-r8-n1024-k2048-bf16", "mma", {"NORM_FIRST": 1}, True),
+        (RESIDUAL_NAME, "cublas", {"AHEAD": 4}, False),
+    ],
+)
+def test_what_a_kernel_does_not_take_is_refused(tmp_path, name, kernel, changed, taken):
+    candidates = pytest.importorskip("mstar.kernels.linear.gpu.candidates")
+    params = (MMA_PARAMS if kernel == "mma" else {}) | changed
+    entry = {"choice": "it", "candidates": {"it": {"kernel": kernel, "params": params}}}
+    path = tmp_path / "decode_gemm.json"
+    path.write_text(json.dumps({"stack": STACK, "entries": {name: entry}}))
+    table = read_table(path, STACK, candidates)
+    assert (table.notes == ()) == taken
+    assert table.choose(GemmKey.parse(name)) == (
+        KernelChoice(kernel, tuple(sorted(params.items())))
+        if taken
+        else candidates.default(GemmKey.parse(name))
+    )

@@ -52,7 +52,8 @@ def outputs(
         products = mma(q, tl.trans(k), products)
     q_scale = tl.load(scales + key_head * total_rows + row, mask=inside, other=0.0)
     k_scale = tl.load(scales + (key_heads + key_head) * total_rows + row, mask=inside, other=0.0)
-    last = tl.minimum(at, end - 1)  # rows past the end: no decay, so that nothing overflows
+    # rows past the end: no decay, so that nothing overflows; of a part without rows the first one there is
+    last = tl.maximum(tl.minimum(at, end - 1), 0)
     total = tl.load(totals + head.to(tl.int64) * total_rows + last)
     within = products * q_scale[:, None] * k_scale[None, :] * decay_between(total)
     o *= (q_scale * tl.exp(total.to(tl.float32)))[:, None]

@@ -14,6 +14,7 @@ from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
 from mstar.kernels.linear.gpu.epilogue import (
+    known_squares,
     known_tile,
     multipliers,
     residual_tile,
@@ -77,7 +78,10 @@ def _dot(
             tl.extra.cuda.gdc_launch_dependents()
     if PDL and TOUCH:
         touch(residual, residual_stride, multiplier, scaled, outputs, lines, rows, n)
-    part = known_tile(known, known_tiles, lines, rows, KNOWN) if known is not None else acc
+    HELD: tl.constexpr = KNOWN * ROWS <= 16 * THREADS  # more a thread would spill
+    part = acc
+    if known is not None and HELD:
+        part = known_tile(known, known_tiles, lines, rows, KNOWN)
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else acc
     if PREFETCH:
         b, squares = _inputs(x_at, first, norm, squares, K, BLOCK_K, whole, VECTOR, PRESCALE, known is None)
@@ -95,7 +99,7 @@ def _dot(
             acc_u = _product(u, b, acc_u, UPCAST)
     square = acc
     if known is not None:
-        square = tl.sum(part, 0)
+        square = known_squares(part, known, known_tiles, lines, rows, KNOWN, HELD)
     elif norm is not None:
         square = tl.sum(squares, 1)
     scale_and_store(
@@ -172,7 +176,10 @@ def _case(absent: tuple[str, ...], out: str = "*bf16", **constants: object) -> A
 AOT_CASES = [
     _case(("residual", "known", "sums", "scaled", "multiplier", "scratch", "counters")),
     _case(("residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64),
-    _case(("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64),
+    _case(("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, SOON=1),
+    _case(
+        ("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=1024, GATED=True
+    ),
     _case(
         ("residual", "known", "sums", "scaled", "multiplier", "scratch", "counters"),
         GATED=True,
@@ -180,7 +187,7 @@ AOT_CASES = [
         PREFETCH=0,
         BLOCK_K=64,
     ),
-    _case(("norm", "known"), SPLIT_K=4),
+    _case(("norm", "known"), SPLIT_K=4, TOUCH=1),
     _case(
         ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters"),
         "*fp32",

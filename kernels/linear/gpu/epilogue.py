@@ -93,7 +93,24 @@ def known_tile(known, tiles, lines, rows, KNOWN: tl.constexpr):
 
     Asked for long before they are needed.
     """
-    tile = tl.arange(0, KNOWN)[:, None]
+    return _known_part(known, 0, tiles, lines, rows, KNOWN)
+
+
+@triton.jit
+def known_squares(part, known, tiles, lines, rows, KNOWN: tl.constexpr, HELD: tl.constexpr):
+    """The squares of rows: [lines] float32, of `known_tile`'s part (HELD), or read here where that is too much."""
+    if HELD:
+        square = tl.sum(part, 0)
+    else:
+        square = tl.zeros([lines.shape[0]], tl.float32)
+        for first in range(0, KNOWN, 64):
+            square += tl.sum(_known_part(known, first, tiles, lines, rows, 64), 0)
+    return square
+
+
+@triton.jit
+def _known_part(known, first, tiles, lines, rows, COUNT: tl.constexpr):
+    tile = first + tl.arange(0, COUNT)[:, None]
     inside = (tile < tiles) & (lines < rows)[None, :]
     return tl.load(known + tile * rows + lines[None, :], mask=inside, other=0.0)
 

@@ -13,6 +13,7 @@ from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
 from mstar.kernels.linear.gpu.epilogue import (
+    known_squares,
     known_tile,
     multipliers,
     residual_tile,
@@ -72,7 +73,10 @@ def _mma(
     f = _tile(x_at, first, k, K, BLOCK_K, whole)
     if PDL and TOUCH:
         touch(residual, residual_stride, multiplier, scaled, outputs, lines, rows, n)
-    part = known_tile(known, known_tiles, lines, rows, KNOWN) if known is not None else acc
+    HELD: tl.constexpr = KNOWN * ROWS <= 16 * THREADS  # more a thread would spill
+    part = acc
+    if known is not None and HELD:
+        part = known_tile(known, known_tiles, lines, rows, KNOWN)
     r = residual_tile(residual, residual_stride, outputs, lines, rows, n) if residual is not None else w
     if steps <= MOST_UNROLLED:
         for step in tl.static_range(steps):
@@ -105,7 +109,7 @@ def _mma(
     up = tl.sum(acc_u, 0) if GATED else y
     square = y
     if known is not None:
-        square = tl.sum(part, 0)
+        square = known_squares(part, known, known_tiles, lines, rows, KNOWN, HELD)
     elif norm is not None:
         square = tl.reshape(tl.permute(tl.sum(squares, 1), (1, 0)), [ROWS])
     scale_and_store(
@@ -215,7 +219,7 @@ AOT_CASES = [
     _case(("residual", "known", "sums", "scaled", "multiplier", "scratch", "counters")),
     _case(("residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, GATED=True),
     _case(("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, GATED=True),
-    _case(("norm", "known"), SPLIT_K=2, BLOCK_K=512),
+    _case(("norm", "known"), SPLIT_K=2, BLOCK_K=512, TOUCH=1, SOON=1),
     _case(
         ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters"),
         "*fp32",

@@ -87,7 +87,8 @@ def part(*chunks: tuple[int, int, int, bool]) -> StepPlan:
 
 PARTS = [
     part((2, 0, 64, False), (3, 0, 5, True)),
-    part((2, 64, 30, True), (4, 0, 1, True), (1, 0, 17, False)),
+    # the same shape again, with fewer rows of what was there
+    part((2, 64, 30, True), (4, 0, 1, True), (1, 0, 35, False)),
 ]
 
 
@@ -95,6 +96,10 @@ PARTS = [
 def test_a_padded_part_is_the_part_as_it_is(engines):
     dtype, (plain, padded) = engines
     steps = PrefillSteps(padded, eager=True)
+    steps.try_shape(Shape(64, 1))
+    assert not padded.lengths.any()
+    for executor in (plain, padded):
+        executor.pending.fill_(2)
     for plan in PARTS:
         shape = steps.shape_of(plan)
         rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -104,6 +109,7 @@ def test_a_padded_part_is_the_part_as_it_is(engines):
         if want is not None:
             assert got.shape == want.shape and close(got, want, dtype)
     assert torch.equal(plain.lengths, padded.lengths)
+    assert torch.equal(plain.pending[1:5], padded.pending[1:5])
     assert torch.equal(plain.block_table, padded.block_table)
     # of all but the sinks, which padding may write to
     for mine, theirs in zip(padded.caches, plain.caches, strict=True):
