@@ -9,13 +9,13 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
 
-MOST_THREADS = 16
+from mstar.kernels.compiling import compile_threads
+
 # Architecture names as users give them, and (backend, architecture, threads of a warp) as Triton's.
 TARGETS: Mapping[str, tuple[str, int | str, int]] = {
     "sm_90": ("cuda", 90, 32),
@@ -67,9 +67,8 @@ def compile_case(case: AotCase, target: str) -> Any:
         if constants["PDL"]:
             options["launch_pdl"] = True
     # as torch allocates them, and as Triton therefore specialises launches
-    aligned = [place for place, kind in enumerate(case.signature.values()) if kind.startswith("*")]
-    aligned += [list(case.signature).index(name) for name in case.aligned]
-    attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
+    aligned = [*(name for name, kind in case.signature.items() if kind.startswith("*")), *case.aligned]
+    attributes = {(case.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
 
@@ -87,8 +86,7 @@ def main(targets: tuple[str, ...]) -> None:
     for target in targets or TARGETS:
         click.echo(f"{target}: {len(cases)} to compile, a minute or more")
         failed = 0
-        # Triton's compiler leaves Python's lock for most of its time
-        with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        with compile_threads() as pool:
             futures = [pool.submit(compile_case, case, target) for _, case in cases]
         for (name, case), future in zip(cases, futures, strict=True):
             error = future.exception()

@@ -13,6 +13,11 @@ MOST_THREADS = 16
 TURN_S = 1.0  # how often a wait says how far it is
 
 
+def compile_threads() -> ThreadPoolExecutor:
+    """Threads to compile in: Triton's compiler leaves Python's lock for most of its time."""
+    return ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
+
+
 def compile_together(bodies: Iterable[Callable[[], object]], progress: Callable[[int, int], None]) -> None:
     """Calls the bodies with launches that compile and do not run, many at once; returns when all are compiled.
 
@@ -33,7 +38,7 @@ def compile_together(bodies: Iterable[Callable[[], object]], progress: Callable[
         # the mode is this thread's: launches of other threads run
         return run(self, *args, grid=grid, warmup=warmup or active_mode.get() is mode, **kwargs)
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with compile_threads() as pool:
         mode = AsyncCompileMode(pool, ignore_errors=True)
         with mode:
             JITFunction.run = compile_only
