@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 # Rows of a chunk of prefill's delta rule. Chunks begin at a sequence's first row.
 PREFILL_CHUNK = 64
+
+
+def prefill_chunks(borders: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The chunks of sequences whose rows begin at `borders`.
+
+    Returns the sequence and first row of each, one after another, and each sequence's first chunk, [sequences + 1].
+    """
+    table: list[int] = []
+    first = [0]
+    for sequence, (begin, end) in enumerate(pairwise(borders)):
+        for row in range(begin, end, PREFILL_CHUNK):
+            table += (sequence, row)
+        first.append(len(table) // 2)
+    return table, first
 
 
 @dataclass(frozen=True, slots=True)

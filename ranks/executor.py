@@ -176,7 +176,7 @@ class Executor:
             positions=torch.cat(ranges),
             slots=slots.to(torch.int32),
             block_tables=self.block_table[:, : plan.chunk_columns].index_select(0, slots),
-            cu_rows=tuple(_borders(plan)),
+            cu_rows=tuple(row_borders(plan)),
             starts=tuple(chunk.start for chunk in chunks),
         )
         self.lengths.index_copy_(0, slots, self._tensor(ends, torch.int32))
@@ -187,7 +187,7 @@ class Executor:
         """Of what `_prefill` gave, the rows that draw: the final chunks' last ones; None where no chunk is final."""
         finals = [i for i, chunk in enumerate(plan.chunks) if chunk.final]
         if every_row:
-            borders = _borders(plan)
+            borders = row_borders(plan)
             finals = [borders[i + 1] - 1 for i in finals]
         if not finals:
             return None
@@ -262,7 +262,7 @@ class Executor:
         return staged(values, dtype, self.device)
 
 
-def _borders(plan: StepPlan) -> list[int]:
+def row_borders(plan: StepPlan) -> list[int]:
     """[chunks + 1], where each chunk's rows begin."""
     borders = [0]
     for chunk in plan.chunks:

@@ -8,17 +8,16 @@ them, run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
 from mstar.arch.caches import LayerCache
 from mstar.arch.inputs import PaddedPrefill
-from mstar.kernels.rows import PREFILL_CHUNK
-from mstar.ranks.executor import Executor
+from mstar.kernels.rows import PREFILL_CHUNK, prefill_chunks
+from mstar.kernels.staging import stage_into
+from mstar.ranks.executor import Executor, row_borders
 from mstar.ranks.plan import StepPlan
 
 ROWS = (64, 128, 256, 384, 512, 768, 1024)
@@ -153,15 +152,8 @@ class _Part:
     def fill(self, plan: StepPlan) -> None:
         """Puts the plan's chunks where the kernels look for them."""
         shape, chunks = self.shape, plan.chunks
-        borders = [0]
-        for chunk in chunks:
-            borders.append(borders[-1] + len(chunk.token_ids))
-        table: list[int] = []
-        chunk_borders = [0]
-        for sequence, (begin, end) in enumerate(pairwise(borders)):
-            for row in range(begin, end, PREFILL_CHUNK):
-                table += (sequence, row)
-            chunk_borders.append(len(table) // 2)
+        borders = row_borders(plan)
+        table, chunk_borders = prefill_chunks(borders)
         empty = shape.sequences - len(chunks)
         # a chunk of padding begins past the last row of the sequence that it names
         table += [0, shape.rows] * (shape.chunks - len(table) // 2)
@@ -179,11 +171,5 @@ class _Part:
         )
         for values, size in zip(parts, self._sizes, strict=True):
             narrow += [*values, *[0] * (size - len(values))]
-        _put(self._wide, wide)
-        _put(self._narrow, narrow)
-
-
-def _put(to: torch.Tensor, values: Iterable[int]) -> None:
-    """As `staged`, into a tensor that is there."""
-    pinned = to.device.type != "cpu"
-    to.copy_(torch.tensor(values, dtype=to.dtype, pin_memory=pinned), non_blocking=pinned)
+        stage_into(self._wide, wide)
+        stage_into(self._narrow, narrow)

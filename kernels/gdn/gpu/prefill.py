@@ -17,7 +17,6 @@ float32 operands go to the tensor cores in bf16 parts (`split`); other dtypes ru
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +26,7 @@ from mstar.kernels.gdn.gpu.conv import conv_silu
 from mstar.kernels.gdn.gpu.output import outputs
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.rows import PREFILL_CHUNK as CHUNK
-from mstar.kernels.rows import Rows
+from mstar.kernels.rows import Rows, prefill_chunks
 
 CONV_ROWS = 16  # rows of a program of the conv
 FLOAT_WARPS = 8  # of float32 products: 4 spill kilobytes at head dims of 128, 8 little
@@ -207,12 +206,7 @@ def _padded_chunks(rows: Rows) -> Chunks | None:
 @functools.lru_cache(maxsize=4)  # a few passes in flight; every layer of a pass asks for the same
 def chunks_of(host_cu_rows: tuple[int, ...], device: torch.device, stream: int) -> Chunks:
     """The chunks of a pass, sent once to the device in the order of `stream`; the host waits for nothing."""
-    borders: list[int] = [0]
-    table: list[int] = []
-    for seq, (begin, end) in enumerate(itertools.pairwise(host_cu_rows)):
-        for row in range(begin, end, CHUNK):
-            table += (seq, row)
-        borders.append(len(table) // 2)
+    table, borders = prefill_chunks(host_cu_rows)
     # Triton compiles a kernel again for a pointer that is not a multiple of 16 bytes
     padded = table + [0] * (-len(table) % 4)
     sent = torch.tensor(padded + borders, dtype=torch.int32, pin_memory=device.type == "cuda")

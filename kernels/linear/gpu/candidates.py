@@ -235,8 +235,6 @@ def _strip_candidates(key: GemmKey) -> list[KernelChoice]:
             params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1}
             params |= {"num_warps": warps, "num_stages": 1}
             found.append(_choice("dot", **params))
-            if key.kind in ("norm", "gated") and key.rows >= 4:
-                found.append(_choice("dot", **params, NORM_FIRST=1))
     return sorted(found, key=lambda choice: _distance(choice, key))
 
 

@@ -150,13 +150,15 @@ _CONSTANTS = (
     "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PREFETCH", "SOON", "TOUCH", "VECTOR",
     "PRESCALE", "UPCAST", "THREADS", "PDL",
 )  # fmt: skip
-_SIGNATURE = {
+# of `mma` too
+ARGUMENTS = {
     "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "known": "*fp32", "eps": "fp32",
     "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scaled": "*bf16",
     "multiplier": "*fp32", "scratch": "*fp32",
     "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32",
-    **AHEAD, **dict.fromkeys(_CONSTANTS, "constexpr"),
+    **AHEAD,
 }  # fmt: skip
+_SIGNATURE = ARGUMENTS | dict.fromkeys(_CONSTANTS, "constexpr")
 _TILE = {
     "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
     "SOON": 0, "TOUCH": 0, "VECTOR": 8, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,

@@ -60,29 +60,25 @@ def _fma(
     acc_u = _zeros(ROWS if GATED else 0, BLOCK_N, BLOCK_K // VECTOR)
     squares = _zeros(ROWS if norm is not None else 0, 1, BLOCK_K // VECTOR)
     f = _inputs(x, x_stride, rows, 0, K, ROWS, BLOCK_K)
+    inputs = ()
     if PRELOAD:
-        inputs = ()
         for step in tl.static_range(1, steps):
             inputs += (_inputs(x, x_stride, rows, step, K, ROWS, BLOCK_K),)  # type: ignore[assignment]
+    if UNROLL or PRELOAD:
         for step in tl.static_range(steps):
             values, squares = _normed(f, g, squares, ROWS, VECTOR)
             acc = _add(acc, values, w, ROWS, VECTOR)
             if GATED:
                 acc_u = _add(acc_u, values, u, ROWS, VECTOR)
             if step + 1 < steps:
-                f = inputs[step]
-                w, u, g = later[step]
-    elif UNROLL:
-        for step in tl.static_range(steps):
-            values, squares = _normed(f, g, squares, ROWS, VECTOR)
-            acc = _add(acc, values, w, ROWS, VECTOR)
-            if GATED:
-                acc_u = _add(acc_u, values, u, ROWS, VECTOR)
-            if step + 1 < steps:
-                f = _inputs(x, x_stride, rows, step + 1, K, ROWS, BLOCK_K)
-                w = _weights(w_at, step + 1, K, BLOCK_K)
-                u = _weights(u_at, step + 1, K, BLOCK_K) if GATED else w
-                g = _norms(norm, step + 1, K, BLOCK_K) if norm is not None else w
+                if PRELOAD:
+                    f = inputs[step]
+                    w, u, g = later[step]
+                else:
+                    f = _inputs(x, x_stride, rows, step + 1, K, ROWS, BLOCK_K)
+                    w = _weights(w_at, step + 1, K, BLOCK_K)
+                    u = _weights(u_at, step + 1, K, BLOCK_K) if GATED else w
+                    g = _norms(norm, step + 1, K, BLOCK_K) if norm is not None else w
     else:
         for step in range(steps):
             # the next tiles are asked for before these are used; past the end, the mask asks for nothing

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
-from mstar.kernels.linear.gpu.ahead import SIGNATURE as AHEAD
 from mstar.kernels.linear.gpu.ahead import ask_ahead
+from mstar.kernels.linear.gpu.dot import ARGUMENTS
 from mstar.kernels.linear.gpu.epilogue import (
     known_squares,
     known_tile,
@@ -191,13 +191,7 @@ _CONSTANTS = (
     "K", "KNOWN", "ROWS", "GATED", "BLOCK_N", "BLOCK_K", "SPLIT_K", "PARTS", "SOON", "TOUCH", "PRESCALE", "UPCAST",
     "THREADS", "PDL",
 )  # fmt: skip
-_SIGNATURE = {
-    "x": "*bf16", "x_stride": "i32", "weight": "*bf16", "norm": "*fp32", "known": "*fp32", "eps": "fp32",
-    "residual": "*bf16", "residual_stride": "i32", "out": "*bf16", "sums": "*fp32", "scaled": "*bf16",
-    "multiplier": "*fp32", "scratch": "*fp32",
-    "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32",
-    **AHEAD, **dict.fromkeys(_CONSTANTS, "constexpr"),
-}  # fmt: skip
+_SIGNATURE = ARGUMENTS | dict.fromkeys(_CONSTANTS, "constexpr")
 _TILE = {
     "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 16, "BLOCK_K": 1024, "SPLIT_K": 1, "PARTS": 4,
     "SOON": 0, "TOUCH": 0, "PRESCALE": 1.0, "UPCAST": False, "THREADS": 128,
