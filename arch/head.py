@@ -42,7 +42,7 @@ class MtpHead:
         self.fc = ops.pack_linear(weights.pop("fc.weight"))
         self.layer = Layer(config, FULL, sub_weights(weights, "layers.0."), 1, ops)
         self.norm = zero_centred(weights.pop("norm.weight"))
-        ops.read_in_order([(self.fc, None), *self.layer.in_order])
+        ops.read_in_order([(self.fc, None), *self.layer.in_order], self.eps)
         assert not weights, f"weights that the head did not take: {sorted(weights)}"
 
     def __call__(

@@ -55,7 +55,8 @@ class Trunk:
         else:
             self.lm_head = self.embedding
         self.ops.read_in_order(
-            [each for layer in self.layers for each in layer.in_order] + [(self.lm_head, None)]
+            [each for layer in self.layers for each in layer.in_order] + [(self.lm_head, None)],
+            config.rms_norm_eps,
         )
         assert not weights, f"weights that no layer took: {sorted(weights)}"
 
@@ -152,6 +153,7 @@ class Trunk:
             block_tables=tables,
             pending=None if registers.pending is None else registers.pending.index_select(0, slots),
             table_rows=slots if by_slot else None,
+            settled=True,
         )
         x = self._run(x, rows, caches)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps), starts

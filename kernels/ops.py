@@ -44,8 +44,11 @@ class Ops:
         """gate, up: [n, k], model dtype, for `gated_linear`."""
         return Packed(torch.cat([gate, up]), 2 * gate.shape[0], gate.shape[1], halves=2)
 
-    def read_in_order(self, weights: Sequence[tuple[Packed, torch.Tensor | None]]) -> None:
-        """Tells in which order a step reads its weights, and the norms of their inputs; the first follows the last."""
+    def read_in_order(self, weights: Sequence[tuple[Packed, torch.Tensor | None]], eps: float) -> None:
+        """Tells in which order a step reads its weights; the first follows the last. With each the norm of its inputs.
+
+        eps: of the norms.
+        """
 
     def unpacked_rows(self, packed: Packed, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a packed weight (a tied embedding's look-up). ids: [rows] int64 -> [rows, k]."""

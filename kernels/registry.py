@@ -30,7 +30,7 @@ _NAME = re.compile(
     rf"({'|'.join(_PREFIXES.values())})-r([1-9]\d*)-n([1-9]\d*)-k([1-9]\d*)-({'|'.join(DTYPES)})", re.ASCII
 )
 # Parameters that a launch may have or not, and those that Triton wants as powers of two.
-OPTIONAL = frozenset({"AHEAD", "NORM_FIRST", "PRELOAD", "SOON", "TOUCH"})
+OPTIONAL = frozenset({"AHEAD", "NORM_FIRST", "PRELOAD", "SOON", "SUM_AFTER", "TOUCH"})
 SIZES = frozenset({"BLOCK_N", "BLOCK_K", "num_warps"})
 _MAKERS = re.compile(r"nvidia|amd|instinct|geforce|radeon|graphics")
 
@@ -219,6 +219,8 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
         raise ValueError("k is split into one part at least")
     if params.get("SPLIT_K", 1) > 1 and key.kind in ("norm", "gated"):
         raise ValueError("k is not split where a norm or a gate follows the product")
+    if params.get("SUM_AFTER") and params.get("SPLIT_K", 1) == 1:
+        raise ValueError("SUM_AFTER adds up parts of k, and k is not split")
     odd = sorted(
         param for param in SIZES & set(params) if params[param] < 1 or params[param] & (params[param] - 1)
     )
@@ -233,7 +235,9 @@ def _optional(kernel: str, kind: str) -> frozenset[str]:
     """Parameters that a launch may have or not, of a kernel and kind."""
     if kernel == "cublas":
         return frozenset()
-    own = {"fma": {"PRELOAD"}}.get(kernel, {"NORM_FIRST"} if kind in ("norm", "gated") else set())
+    own = {"norm": {"NORM_FIRST"}, "gated": {"NORM_FIRST"}, "residual": {"SUM_AFTER"}}.get(kind, set())
+    if kernel == "fma":
+        own = {"PRELOAD"}
     return frozenset({"AHEAD", "SOON", "TOUCH", *own})
 
 

@@ -52,3 +52,6 @@ class Rows:
     # [chunks, 2] int32, each chunk's sequence and first row; surplus ones begin past the sequence's last row
     chunk_table: torch.Tensor | None = None
     chunk_borders: torch.Tensor | None = None  # [sequences + 1] int32, each sequence's first chunk
+    # Of a step that `Ops.begin_step` began: the tensors above, and all that earlier steps left in states and keys,
+    # were written by kernels that had ended before any kernel behind it could start. Those may read them at once.
+    settled: bool = False

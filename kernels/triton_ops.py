@@ -61,9 +61,9 @@ class TritonOps(Ops):
             return f"Triton attention takes KV blocks of 16 or a multiple, not {block_size}"
         return None
 
-    def read_in_order(self, weights: Sequence[tuple[Packed, torch.Tensor | None]]) -> None:
+    def read_in_order(self, weights: Sequence[tuple[Packed, torch.Tensor | None]], eps: float) -> None:
         for (weight, _), (after, norm) in zip(weights, [*weights[1:], *weights[:1]], strict=True):
-            self._next[weight.data.data_ptr()] = Ahead(after.data, after.halves, norm)
+            self._next[weight.data.data_ptr()] = Ahead(after.data, after.halves, norm, eps)
 
     def linear(
         self,
@@ -192,8 +192,8 @@ class TritonOps(Ops):
         known = self._last[1] if self._last is not None and self._last[0] is x else None
         try:
             if residual is not None:
-                after = ahead.norm if ahead is not None and self._takes_prepared(ahead, x) else None
-                self._last = run_residual(choice, x, weight.data, residual, ahead, after)
+                scaled = ahead is not None and self._takes_prepared(ahead, x)
+                self._last = run_residual(choice, x, weight.data, residual, ahead, scaled)
                 return self._last[0]
             return run_linear(choice, x, weight.data, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead)
         except OutOfResources as error:  # at a kernel's first launch, which the warm-up makes

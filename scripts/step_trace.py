@@ -28,11 +28,10 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("prefill", r"^(_attend_prefill|conv_silu|solve_chunks|walk_chunks|outputs|keep_inputs)\b"),
     ("noise", r"^_gumbel_(rows|at)\b"),
     ("gdn", r"^(_gdn_decode|_norm_heads)\b"),
-    ("qkv", r"^_qkv_norm_rope_cache\b"),
-    ("attention", r"^(_attend_decode|_reduce_segments)\b"),
+    ("attention", r"^(_qkv_norm_rope_cache|_attend_decode|_reduce_segments)\b"),
     ("norm", r"^_rms_norm_rows\b"),
-    ("after", r"^(_silu_gated|_add_residual)\b|splitKreduce|reduce_1Block_kernel"),
-    ("linear", r"^(_fma|_dot)\b|gemm|gemv|nvjet|cutlass|cublas|Cijk_"),
+    ("after", r"^(_silu_gated|_add_residual|_add_parts)\b|splitKreduce|reduce_1Block_kernel"),
+    ("linear", r"^(_fma|_dot|_mma)\b|gemm|gemv|nvjet|cutlass|cublas|Cijk_"),
     ("collective", r"nccl|all_?reduce|AllReduce"),
 )
 _PATTERNS = [(kind, re.compile(pattern)) for kind, pattern in KERNELS]

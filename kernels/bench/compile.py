@@ -79,7 +79,8 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
             inputs.run(run_linear, choice, weight)
         elif inputs.residual is not None:
             for norm in (None, torch.ones(key.n, device=device)):
-                run_residual(choice, inputs.x, weight, inputs.residual, Ahead(weight), norm)
+                ahead = Ahead(weight, norm=norm)
+                run_residual(choice, inputs.x, weight, inputs.residual, ahead, scaled=norm is not None)
         else:
             norms = key.kind in ("norm", "gated") and choice.kernel != "fma"
             for tiles in (0, *known_tiles) if norms else (0,):

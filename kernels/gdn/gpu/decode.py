@@ -71,7 +71,7 @@ def gdn_decode_gpu(
     conv: [slots, ring, channels], model dtype, position p's input of the conv at p % ring.
     window: [slots, ring, 2 * value_heads], model dtype, b|a of a position likewise; no rows: a load without drafts.
     rows.pending: the positions right before `starts` that the state is behind by; None: none anywhere. Only
-        sequences, rows_per_seq, starts, slots, fresh and pending are read: a decode part is uniform.
+        sequences, rows_per_seq, starts, slots, fresh, pending and settled are read: a decode part is uniform.
     shape: instead of `_launch_shape`'s.
     Returns [rows, value_heads * value_dim] in the model dtype.
 
@@ -95,7 +95,7 @@ def gdn_decode_gpu(
         proj, proj.stride(0), summed, state, conv, window, weights.conv, weights.decay, weights.dt_bias,
         weights.norm, rows.slots, rows.starts, rows.fresh, rows.slots if pending is None else pending, weights.eps,
         KEY_HEADS=weights.key_heads, VALUE_HEADS=heads, K=k_dim, V=v_dim, RING=ring, WIDTH=width, ROWS=count,
-        PENDING=pending is not None, WINDOW=window.shape[1] > 0, SPLITS=shape.splits,
+        PENDING=pending is not None, WINDOW=window.shape[1] > 0, SPLITS=shape.splits, SETTLED=rows.settled,
         K_PAD=triton.next_power_of_2(k_dim), V_PAD=v_pad, LANES=lanes, COLUMNS=columns,
         num_warps=shape.num_warps, **options,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def _gdn_decode(
     proj, stride, out, state, conv, window, conv_w, decay, dt_bias, norm, slots, starts, fresh, pending, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    SETTLED: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -185,25 +185,28 @@ def _gdn_decode(
     if SPLITS == 1:
         w_norm = tl.load(norm + value, mask=in_v, other=0.0)
 
-    if PDL:
+    if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
-    slot = tl.load(slots + sequence).to(tl.int64)
-    start = tl.load(starts + sequence)
-    kept = tl.load(fresh + sequence) == 0
+    # before a wait, past the first cache: it may still hold what an earlier step read here
+    slot = tl.load(slots + sequence, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(starts + sequence, cache_modifier=".cg")
+    kept = tl.load(fresh + sequence, cache_modifier=".cg") == 0
     s_at = (slot * VALUE_HEADS + head) * K * V + tl.program_id(2) * TILE
     row_of_s = i0 * (K_PAD // LANES) + i2
     column_of_s = i1 * COLUMNS + i3
     in_s = (row_of_s < K) & (column_of_s < TILE)
     s_at = state + s_at + row_of_s * V + column_of_s
-    s = tl.load(s_at, mask=in_s & kept, other=0.0)
+    s = tl.load(s_at, mask=in_s & kept, other=0.0, cache_modifier=".cg")
 
     ring = conv + slot * RING * CHANNELS
     gate_ring = window + slot * RING * (2 * VALUE_HEADS)
     back = start * 0
     if PENDING:
-        back = tl.where(kept, tl.load(pending + sequence), 0).to(tl.int64)
+        back = tl.where(kept, tl.load(pending + sequence, cache_modifier=".cg"), 0).to(tl.int64)
     k0, k1, k2 = inputs_before(ring, start - back, key_at, in_k, kept, RING, CHANNELS)
     v0, v1, v2 = inputs_before(ring, start - back, v_at, in_v, kept, RING, CHANNELS)
+    if PDL and SETTLED:
+        tl.extra.cuda.gdc_wait()  # what is above was there before the step, or when the step had begun
 
     # inputs are loaded one row ahead: a row's work hides the latency of the next one's
     if PENDING:
@@ -284,7 +287,9 @@ def _norm_heads(
     tl.store(out + row * (VALUE_HEADS * V) + first + value, o.to(out.dtype.element_ty), mask=in_v)
 
 
-def _case(rows: int, pending: bool, dim: int, num_warps: int = 4, splits: int = 1) -> AotCase:
+def _case(
+    rows: int, pending: bool, dim: int, num_warps: int = 4, splits: int = 1, settled: bool = False
+) -> AotCase:
     """A specialisation as a load of bf16 launches it: 16 key heads, 32 value heads of `dim`."""
     pointers = {"proj": "bf16", "out": "bf16" if splits == 1 else "fp32", "state": "fp32", "conv": "bf16"}
     pointers |= {"window": "bf16", "conv_w": "fp32", "decay": "fp32", "dt_bias": "fp32", "norm": "fp32"}
@@ -292,7 +297,7 @@ def _case(rows: int, pending: bool, dim: int, num_warps: int = 4, splits: int = 
     columns, lanes = _tile(dim, dim // splits, num_warps)
     constants = {
         "KEY_HEADS": 16, "VALUE_HEADS": 32, "K": dim, "V": dim, "RING": ring_rows(rows - 1), "WIDTH": 4,
-        "ROWS": rows, "PENDING": pending, "WINDOW": pending, "SPLITS": splits, "K_PAD": dim,
+        "ROWS": rows, "PENDING": pending, "WINDOW": pending, "SPLITS": splits, "SETTLED": settled, "K_PAD": dim,
         "V_PAD": dim // splits, "LANES": lanes, "COLUMNS": columns,
     }  # fmt: skip
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"stride": "i64", "eps": "fp32"}
@@ -313,10 +318,10 @@ _NORM_CASE = AotCase(
 )  # fmt: skip
 
 AOT_CASES = [
-    _case(1, False, 128),
+    _case(1, False, 128, settled=True),
     _case(4, True, 128),
-    _case(1, False, 128, num_warps=8),
-    _case(4, True, 128, num_warps=8),
+    _case(1, False, 128, num_warps=8, settled=True),
+    _case(4, True, 128, num_warps=8, settled=True),
     _case(1, False, 64),
     _case(4, True, 64),
     _case(1, False, 128, splits=2),

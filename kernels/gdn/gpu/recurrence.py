@@ -33,16 +33,16 @@ def load_gates(at, there, VALUE_HEADS: tl.constexpr):
 
 @triton.jit
 def inputs_before(ring, position, at, inside, kept, RING: tl.constexpr, CHANNELS: tl.constexpr):
-    """The conv's three inputs before `position`, oldest first; zero before the sequence's begin."""
-    x0 = tl.load(
-        ring + ((position - 3) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 2), other=0.0
-    )
-    x1 = tl.load(
-        ring + ((position - 2) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 1), other=0.0
-    )
-    x2 = tl.load(
-        ring + ((position - 1) & (RING - 1)) * CHANNELS + at, mask=inside & kept & (position > 0), other=0.0
-    )
+    """The conv's three inputs before `position`, oldest first; zero before the sequence's begin.
+
+    Past the first cache, since a decode step may read them before its wait.
+    """
+    before = (position - 3) & (RING - 1)
+    x0 = tl.load(ring + before * CHANNELS + at, inside & kept & (position > 2), 0.0, cache_modifier=".cg")
+    before = (position - 2) & (RING - 1)
+    x1 = tl.load(ring + before * CHANNELS + at, inside & kept & (position > 1), 0.0, cache_modifier=".cg")
+    before = (position - 1) & (RING - 1)
+    x2 = tl.load(ring + before * CHANNELS + at, inside & kept & (position > 0), 0.0, cache_modifier=".cg")
     return x0, x1, x2
 
 

@@ -20,12 +20,14 @@ LINES_PER_MIB = (1 << 20) // LINE_BYTES
 class Ahead:
     """A weight that is read after a linear.
 
-    halves: it is so many weights side by side, read at once. norm: [k] float32, what its inputs are normed with.
+    halves: it is so many weights side by side, read at once. norm: [k] float32, what its inputs are normed with,
+    and its eps.
     """
 
     weight: torch.Tensor
     halves: int = 1
     norm: torch.Tensor | None = None
+    eps: float = 0.0
 
     def arguments(self, mebibytes: int) -> dict[str, int | torch.Tensor]:
         """What a kernel takes to ask for that much of it: its first part, or as much of each half."""

@@ -20,6 +20,7 @@ WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
 HABITS = ("AHEAD", "SOON", "TOUCH")  # what any kernel of a step may do beside its work
 AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
+SUM_AFTER_ROWS = 8  # from so many on, parts of a split may be added up by a kernel of their own
 MOST_PRELOADED = 4  # tiles of k that a program has on their way at once
 
 # outputs a program, warps, vectors of 16 bytes that a thread reads of each weight row at a time
@@ -110,6 +111,8 @@ def step_candidates(key: GemmKey, now: KernelChoice) -> list[KernelChoice]:
             else choice
             for choice in found
         ]
+    if key.kind == "residual" and key.rows >= SUM_AFTER_ROWS:
+        found += _sum_candidates(key)[:18]
     habits = {name: value for name, value in now.params if name in HABITS}
     found = [choice if choice == CUBLAS else with_params(choice, **habits) for choice in found]
     return list(dict.fromkeys(found))
@@ -142,7 +145,8 @@ def launches(choice: KernelChoice, key: GemmKey) -> int:
     A split of cuBLAS's own would be one more; it does not say.
     """
     if choice.kernel != "cublas":
-        return 1 + dict(choice.params).get("NORM_FIRST", 0)
+        params = dict(choice.params)
+        return 1 + params.get("NORM_FIRST", 0) + params.get("SUM_AFTER", 0)
     return 1 + (key.kind in ("norm", "gated")) + (key.kind in ("gated", "residual"))
 
 
@@ -235,6 +239,28 @@ def _strip_candidates(key: GemmKey) -> list[KernelChoice]:
             params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1}
             params |= {"num_warps": warps, "num_stages": 1}
             found.append(_choice("dot", **params))
+    return sorted(found, key=lambda choice: _distance(choice, key))
+
+
+def _sum_candidates(key: GemmKey) -> list[KernelChoice]:
+    """Splits whose parts are added up by a kernel of their own: none of their programs reads all parts."""
+    if key.dtype == "fp32" or key.rows > dot.MOST_ROWS:
+        return []
+    item, rows = ITEM_BYTES[key.dtype], dot.block_rows(key.rows)
+    found = []
+    for outputs, warps in ((64, 4), (32, 4), (128, 4), (32, 2), (128, 8)):
+        for block_k, stages in DOT_DEPTHS:
+            threads = 32 * warps
+            if (stages + 1) * (outputs + rows) * block_k * item > SHARED_BYTES:
+                continue
+            if max(rows * block_k * item, 4 * outputs * rows) > 256 * threads:  # bytes of x, and of sums
+                continue
+            for split in (2, 4, 7, 8, 14, 16):
+                count = -(-key.n // outputs) * split
+                if key.k % (block_k * split) or not PROCESSORS // 2 <= count <= 4 * PROCESSORS:
+                    continue
+                params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1, "SUM_AFTER": 1}
+                found.append(_choice("dot", **params, num_warps=warps, num_stages=stages))
     return sorted(found, key=lambda choice: _distance(choice, key))
 
 

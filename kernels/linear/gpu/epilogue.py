@@ -125,7 +125,7 @@ def scale_and_store(
 
     Of a tile that SPLIT_K programs have parts of, the last one to arrive adds them up, in order. Programs: tiles of
     outputs, parts, tiles of rows. scratch: a tile [BLOCK_N, ROWS] float32 a program; counters: [tiles of the output]
-    int32 zeros, zeros again at the end.
+    int32 zeros, zeros again at the end. No counters: the parts stay, out[part, lines, outputs] float32.
     """
     if NORM:
         scale = tl.rsqrt(square / K + eps) / PRESCALE
@@ -133,6 +133,10 @@ def scale_and_store(
         up = up * scale[None, :]
     if SPLIT_K == 1:
         store_outputs(y, up, r, m, out, sums, scaled, outputs, lines, rows, n, GATED, ADD, PRESCALE)
+    elif counters is None:
+        inside = (outputs < n)[:, None] & (lines < rows)[None, :]
+        at = out + tl.program_id(1).to(tl.int64) * rows * n
+        tl.store(at + lines.to(tl.int64)[None, :] * n + outputs[:, None], y, mask=inside)
     else:
         # The parts of a tile lie side by side, each as its program holds it, surplus rows and outputs too.
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -160,24 +164,12 @@ def silu_gated(both: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def add_residual(
-    y: torch.Tensor,
-    residual: torch.Tensor,
-    *,
-    sums: torch.Tensor | None = None,
-    scaled: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    prescale: float = 1.0,
-) -> torch.Tensor:
-    """residual + y, written over y, which is contiguous; both [rows, n]. Returns y.
-
-    sums [ceil(n / BLOCK), rows], scaled, multiplier [n] float32, prescale: see `store_outputs`.
-    """
+def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """residual + y, written over y, which is contiguous; both [rows, n]. Returns y."""
     rows, n = y.shape
     _add_residual[(triton.cdiv(n, BLOCK), rows)](
-        y, residual, residual.stride(0), sums, scaled, multiplier, n,
-        PRESCALE=prescale, BLOCK=BLOCK, num_warps=4, **launch_options(y.device),
-    )  # fmt: skip
+        y, residual, residual.stride(0), n, BLOCK=BLOCK, num_warps=4, **launch_options(y.device)
+    )
     return y
 
 
@@ -196,29 +188,17 @@ def _silu_gated(both, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
-def _add_residual(
-    y, residual, residual_stride, sums, scaled, multiplier, n,
-    PRESCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _add_residual(y, residual, residual_stride, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
     at = y + row * n + columns
-    if scaled is not None:
-        m = multipliers(multiplier, columns, n)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    stored = total.to(y.dtype.element_ty)
-    tl.store(at, stored, mask=inside)
-    f = stored.to(tl.float32)
-    if scaled is not None:
-        tl.store(scaled + row * n + columns, (f * m * PRESCALE).to(scaled.dtype.element_ty), mask=inside)
-    if sums is not None:
-        tl.store(sums + tl.program_id(0) * tl.num_programs(1) + row, tl.sum(f * f, 0))
+    tl.store(at, total.to(y.dtype.element_ty), mask=inside)
 
 
 AOT_CASES = [
@@ -234,15 +214,11 @@ AOT_CASES = [
             "y": "*bf16",
             "residual": "*bf16",
             "residual_stride": "i64",
-            "sums": "*fp32",
-            "scaled": "*bf16",
-            "multiplier": "*fp32",
             "n": "i32",
-            "PRESCALE": "constexpr",
             "BLOCK": "constexpr",
             "PDL": "constexpr",
         },
-        {"PRESCALE": 1.0, "BLOCK": BLOCK},
+        {"BLOCK": BLOCK},
         pdl=True,
     ),
 ]

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 import triton
 
 from mstar.kernels.launch import interpreted, launch_options
-from mstar.kernels.linear.gpu import dot, epilogue, fma, mma
+from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
 from mstar.kernels.linear.gpu.epilogue import add_residual, silu_gated
+from mstar.kernels.linear.gpu.parts import add_parts
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.registry import KernelChoice
 
@@ -36,9 +37,10 @@ COUNTERS = 1 << 14  # programs that a split launch may have; a split is for laun
 class Prepared:
     """What a residual's kernel leaves, beside its result, for the norm behind it."""
 
-    squares: torch.Tensor  # [tiles, rows] float32, whose columns add up to the squares of the result's rows
+    squares: torch.Tensor | None = None  # [tiles, rows] float32; columns add up to the squares of the result's rows
     scaled: torch.Tensor | None = None  # [rows, n], the model's dtype: the result times the multiplier
     multiplier: torch.Tensor | None = None  # [n] float32, of the norm
+    normed: torch.Tensor | None = None  # [rows, n], the model's dtype: the result normed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,14 @@ def run_linear(
     n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
     if x.shape[0] == 0:
         return torch.empty(0, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
+    if norm is not None and known is not None and known.normed is not None and known.multiplier is norm:
+        x, norm, known = known.normed, None, None
     if choice.kernel == "cublas" or x.shape[0] > dot.MOST_ROWS:
         return _run_cublas(x, weight, kind, norm, eps, residual)
+    if dict(choice.params).get("SUM_AFTER"):
+        if residual is None:
+            raise ValueError(f"SUM_AFTER is for parts of a linear with a residual, not of kind {kind}")
+        return run_residual(choice, x, weight, residual, ahead)[0]
     if dict(choice.params).get("NORM_FIRST"):
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
         if norm is not None and not _is_scaled(known, norm):
@@ -106,30 +114,34 @@ def run_residual(
     weight: torch.Tensor,
     residual: torch.Tensor,
     ahead: Ahead | None = None,
-    norm: torch.Tensor | None = None,
+    scaled: bool = False,
 ) -> tuple[torch.Tensor, Prepared | None]:
-    """`run_linear` of kind "residual", and what the norm that reads the result needs.
+    """`run_linear` of kind "residual", and what the norm that reads the result needs: `ahead`'s.
 
-    norm: [n] float32, of it; None: its products are not prepared. Squares always are: with them in use, ptxas asks for
-    the residual at once, and without at the end, where its way is waited for (622 us a step of 0.8B against 584).
+    Where a kernel adds up whole rows (cuBLAS, and splits with SUM_AFTER), it norms them too. Elsewhere squares are
+    counted: with them in use, ptxas asks for the residual at once, and without at the end, where its way is waited
+    for (622 us a step of 0.8B against 584). scaled: whether products with the norm's multipliers are wanted there.
     Returns out [rows, n], and None above 64 rows, where a norm kernel costs nothing beside the rest.
     """
     _check(x, weight, "residual", None, residual)
     rows, n = x.shape[0], weight.shape[0]
     if rows > dot.MOST_ROWS or rows == 0 or x.stride(1) != 1:
         return run_linear(choice, x, weight, kind="residual", residual=residual), None
-    width = epilogue.BLOCK if choice.kernel == "cublas" else dict(choice.params)["BLOCK_N"]
+    norm = None if ahead is None else ahead.norm
+    if choice.kernel == "cublas" or dict(choice.params).get("SUM_AFTER"):
+        if choice.kernel == "cublas":
+            parts = F.linear(x, weight)[None]
+        else:
+            parts = skinny_call(choice, x, weight, kind="plain", ahead=ahead).start()
+        out, normed = add_parts(parts, residual, norm, 0.0 if ahead is None else ahead.eps)
+        return out, Prepared(multiplier=norm, normed=normed)
+    if not scaled:
+        norm = None
     made = Prepared(
-        torch.empty(triton.cdiv(n, width), rows, dtype=torch.float32, device=x.device),
+        torch.empty(triton.cdiv(n, dict(choice.params)["BLOCK_N"]), rows, dtype=torch.float32, device=x.device),
         None if norm is None else torch.empty(rows, n, dtype=x.dtype, device=x.device),
         norm,
     )
-    if choice.kernel == "cublas":
-        out = add_residual(
-            F.linear(x, weight), residual, sums=made.squares, scaled=made.scaled, multiplier=norm,
-            prescale=_prescale(x.dtype),
-        )  # fmt: skip
-        return out, made
     call = skinny_call(choice, x, weight, kind="residual", residual=residual, made=made, ahead=ahead)
     return call.start(), made
 
@@ -161,14 +173,18 @@ def skinny_call(
     """The launch of a skinny kernel; arguments as of `run_linear`.
 
     made: receives what the norm behind a residual needs (`run_residual`).
-    out: [rows, n] contiguous, made here if None. NORM_FIRST is not known here: x is what the kernel reads.
+    out: [rows, n] contiguous, made here if None; with SUM_AFTER (kind "plain") [SPLIT_K, rows, n] float32, the parts.
+    NORM_FIRST is not known here: x is what the kernel reads.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
-    if out is None:
-        out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     params = dict(choice.params)
     mebibytes = params.pop("AHEAD", 0)
+    parts_stay = bool(params.pop("SUM_AFTER", 0))
+    if parts_stay:
+        out = torch.empty(params["SPLIT_K"], rows, n, dtype=torch.float32, device=x.device)
+    elif out is None:
+        out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     arguments = {
         "SOON": 0,
         "TOUCH": 0,
@@ -206,6 +222,9 @@ def skinny_call(
     split = arguments["SPLIT_K"]
     if split > 1 and (norm is not None or kind == "gated"):
         raise ValueError("a split of k goes with neither a norm nor a gate")
+    if parts_stay and split == 1:
+        raise ValueError("SUM_AFTER adds up parts of k, and k is not split")
+    counted = split > 1 and not parts_stay
     block = dot.block_rows(rows)
     grid = (triton.cdiv(n, arguments["BLOCK_N"]), split, triton.cdiv(rows, block))
     programs = grid[0] * grid[1] * grid[2]
@@ -215,8 +234,8 @@ def skinny_call(
         arguments |= {"x": known.scaled, "x_stride": known.scaled.stride(0), "norm": None}
     arguments |= {
         "ROWS": block,
-        "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if split > 1 else None,
-        "counters": _counters(x.device, grid[0] * grid[2]) if split > 1 else None,
+        "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if counted else None,
+        "counters": _counters(x.device, grid[0] * grid[2]) if counted else None,
         "known": squares,
         "known_tiles": 1 if squares is None else squares.shape[0],
         "KNOWN": 1 if squares is None else triton.next_power_of_2(squares.shape[0]),

@@ -63,8 +63,9 @@ def _begin_step(
     sequence = row // ROWS_PER_SEQ
     place = row % ROWS_PER_SEQ
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # the slots are copied in, the rest is the last step's: nothing to load before
+        # The slots are copied in, the rest is the last step's: nothing to load before. No kernel may start before
+        # this one has ended: that is what `Rows.settled` promises.
+        tl.extra.cuda.gdc_wait()
     slot = tl.load(slots + sequence).to(tl.int64)
     token = tl.load(ahead + slot * ahead_stride + place) - vocab_start
     inside = tl.minimum(tl.maximum(token, 0), vocab_local - 1)

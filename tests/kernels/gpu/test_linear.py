@@ -16,6 +16,7 @@ from mstar.kernels.linear.gpu.candidates import (
     with_params,
 )
 from mstar.kernels.linear.gpu.run import Prepared, _counters, run_linear, run_residual, skinny_call
+from mstar.kernels.norm import rms_norm
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 from tests.support.linears import exact
 
@@ -50,17 +51,20 @@ DOT_SPLIT = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, num_war
 MMA = choice("mma", BLOCK_N=16, BLOCK_K=128, SPLIT_K=1, num_warps=2)
 MMA_LOOP = choice("mma", BLOCK_N=32, BLOCK_K=32, SPLIT_K=1, num_warps=1)
 MMA_SPLIT = choice("mma", BLOCK_N=16, BLOCK_K=64, SPLIT_K=2, num_warps=2)
+# of residuals: the parts of k are added up by a kernel of their own
+DOT_SUM = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, SUM_AFTER=1, num_warps=2, num_stages=3)
+MMA_SUM = choice("mma", BLOCK_N=16, BLOCK_K=64, SPLIT_K=2, SUM_AFTER=1, num_warps=2)
 NAMES = {
     "fma": FMA, "fma-preload": FMA_PRELOAD, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP,
     "dot-split": DOT_SPLIT,
     "dot-strip": DOT_STRIP, "mma": MMA, "mma-loop": MMA_LOOP, "mma-split": MMA_SPLIT,
-    "dot-norm-first": DOT_NORM_FIRST, "cublas": CUBLAS,
+    "dot-norm-first": DOT_NORM_FIRST, "dot-sum": DOT_SUM, "mma-sum": MMA_SUM, "cublas": CUBLAS,
 }  # fmt: skip
 ROWS = {
     "fma": (1, 3, 8), "fma-preload": (1, 3), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63),
     "dot-split": (5, 33),
     "dot-norm-first": (3,), "dot-strip": (4, 17),
-    "mma": (3, 16, 32), "mma-loop": (9,), "mma-split": (5,),
+    "mma": (3, 16, 32), "mma-loop": (9,), "mma-split": (5,), "dot-sum": (5, 64), "mma-sum": (5,),
     "cublas": (1, 65),
 }  # fmt: skip
 
@@ -96,6 +100,8 @@ def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, k
         pytest.skip("a split goes with neither: test_what_does_not_fit_is_refused")
     if name == "dot-norm-first" and kind not in ("norm", "gated"):
         pytest.skip("without a norm it is dot-loop")
+    if name in ("dot-sum", "mma-sum") and kind != "residual":
+        pytest.skip("no other kind adds parts up so: test_what_does_not_fit_is_refused")
     rows = ROWS[name] if dtype == torch.bfloat16 else ROWS[name][:1]
     for count in rows:
         given = arguments(kind, count, 19, 141, dtype, device)
@@ -162,6 +168,8 @@ def test_what_does_not_fit_is_refused(device):
         run_linear(MMA, torch.randn(33, 205, device=device), weight, kind="plain")
     with pytest.raises(ValueError, match="split"):
         run_linear(DOT_SPLIT, x, weight, kind="gated", norm=norm)
+    with pytest.raises(ValueError, match="SUM_AFTER"):
+        run_linear(DOT_SUM, x, weight, kind="plain")
     with pytest.raises(ValueError, match="needs a norm"):
         run_linear(CUBLAS, x, weight, kind="gated")
     with pytest.raises(ValueError, match="residual"):
@@ -230,7 +238,9 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert launches(found, key) == {"norm": 2, "residual": 2, "gated": 3}.get(key.kind, 1)
         return
     norm_first = params.get("NORM_FIRST", 0)
-    assert launches(found, key) == 1 + norm_first
+    sum_after = params.get("SUM_AFTER", 0)
+    assert launches(found, key) == 1 + norm_first + sum_after
+    assert not sum_after or (key.kind == "residual" and params["SPLIT_K"] > 1)
     assert not norm_first or key.kind in ("norm", "gated")
     item = 4 if key.dtype == "fp32" else 2
     if found.kernel == "fma":
@@ -249,15 +259,15 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
 
 
-@pytest.mark.parametrize("name", ["fma", "dot", "dot-split", "mma", "mma-split", "cublas"])
+@pytest.mark.parametrize("name", ["fma", "dot", "dot-split", "mma", "mma-split"])
 @pytest.mark.parametrize("rows", [3, 8])
 @pytest.mark.parametrize("kind", ["norm", "gated"])
 def test_what_a_residual_prepares_serves_the_norm_behind_it(device, name, rows, kind):
     given = arguments("residual", rows, 205, 141, torch.bfloat16, device)
     behind = arguments(kind, rows, 19, 205, torch.bfloat16, device)
     norm = behind["norm"]
-    ahead = Ahead(given["weight"])
-    out, made = run_residual(NAMES[name], given["x"], given["weight"], given["residual"], ahead, norm)
+    ahead = Ahead(given["weight"], norm=norm)
+    out, made = run_residual(NAMES[name], given["x"], given["weight"], given["residual"], ahead, scaled=True)
     assert torch.equal(out.float(), run_linear(NAMES[name], kind="residual", **given).float())
     assert made is not None and made.scaled is not None and made.squares.shape[1] == rows
     assert relative(made.squares.sum(0), out.double().square().sum(1)) < 1e-6
@@ -278,6 +288,33 @@ def test_what_a_residual_prepares_serves_the_norm_behind_it(device, name, rows, 
         assert torch.equal(run_linear(choice, kind=kind, known=other, **behind).float(), got.float())
     first = run_linear(DOT_NORM_FIRST, kind=kind, known=made, **behind)
     assert relative(first, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", ["cublas", "dot-sum", "mma-sum"])
+@pytest.mark.parametrize("kind", ["norm", "gated"])
+def test_a_kernel_that_adds_up_whole_rows_norms_them_for_what_is_behind(device, name, kind):
+    given = arguments("residual", 5, 205, 141, torch.bfloat16, device)
+    behind = arguments(kind, 5, 19, 205, torch.bfloat16, device)
+    norm = behind["norm"]
+    out, made = run_residual(
+        NAMES[name], given["x"], given["weight"], given["residual"], Ahead(given["weight"], norm=norm, eps=EPS)
+    )
+    assert torch.equal(out.float(), run_linear(NAMES[name], kind="residual", **given).float())
+    assert relative(out, exact("residual", **given)) < BOUNDS["residual"][torch.bfloat16]
+    want = rms_norm(out, norm, EPS)
+    # rounded on a GPU, cut off in the interpreter
+    assert ((made.normed.float() - want.float()).abs() <= 2.0**-7 * want.float().abs()).all()
+
+    behind["x"] = out
+    for choice in (FMA, DOT, MMA, CUBLAS):
+        alone = run_linear(choice, kind=kind, **behind)
+        got = run_linear(choice, kind=kind, known=made, **behind)
+        assert relative(got, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
+        # what is ready is used, and no other norm's
+        twice = Prepared(multiplier=norm, normed=2 * made.normed)
+        assert relative(run_linear(choice, kind=kind, known=twice, **behind), got) > 0.5
+        other = Prepared(multiplier=norm.clone(), normed=2 * made.normed)
+        assert torch.equal(run_linear(choice, kind=kind, known=other, **behind).float(), alone.float())
 
 
 @pytest.mark.parametrize("name", ["dot", "mma"])

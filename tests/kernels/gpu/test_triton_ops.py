@@ -21,9 +21,9 @@ def chain(device, monkeypatch):
     calls = []
     residual, linear = triton_ops.run_residual, triton_ops.run_linear
 
-    def run_residual(choice, x, weight, added, ahead=None, norm=None):
-        calls.append(("residual", ahead, norm))
-        return residual(choice, x, weight, added, ahead, norm)
+    def run_residual(choice, x, weight, added, ahead=None, scaled=False):
+        calls.append(("residual", ahead, scaled))
+        return residual(choice, x, weight, added, ahead, scaled)
 
     def run_linear(choice, x, weight, **given):
         calls.append((given["kind"], given["ahead"], given["known"]))
@@ -42,7 +42,7 @@ def chain(device, monkeypatch):
     )
     down, head = ops.pack_linear(weight(HIDDEN, INNER)), ops.pack_linear(weight(160, HIDDEN))
     norm = (torch.rand(HIDDEN, generator=generator) + 0.5).to(device)
-    ops.read_in_order([(out, None), (gated, norm), (down, None), (head, None)])
+    ops.read_in_order([(out, None), (gated, norm), (down, None), (head, None)], EPS)
     return ops, (out, gated, down, head), norm, calls
 
 
@@ -68,16 +68,16 @@ def test_a_residual_prepares_for_the_norm_that_follows_where_its_kernel_takes_it
         (_, _, unknown),
     ) = calls
     assert (first, second, third) == ("residual", "gated", "residual")
-    assert after_out.weight is gated.data and after_out.halves == 2 and after_out.norm is norm
+    assert after_out.weight is gated.data and after_out.halves == 2 and after_out.norm is norm and after_out.eps == EPS
     assert after_gated.weight is down.data and after_down.weight is head.data
     takes = ops.table.choose(next(key for key in ops.table._chosen if key.kind == "gated")).kernel in (
         "dot",
         "mma",
     )
     assert takes == (rows > 2)
-    assert (prepared is norm) == takes and known.squares.shape[1] == rows
+    assert prepared == takes and known.squares.shape[1] == rows
     assert (known.scaled is not None) == takes and (not takes or known.multiplier is norm)
-    assert nothing is None  # no norm follows
+    assert not nothing  # no norm follows
     assert unknown.scaled is None  # what down left is of squares alone
 
 
