@@ -79,11 +79,12 @@ def layer_ops(config: ModelConfig, shape: StepShape, kind: str) -> list[StepOp]:
         queries = local.q_heads * dim
         mixer = [
             linear("attention in_proj", heads * dim, hidden, norm=True),
+            StepOp("qkv_norm_rope_cache", "qkv", 1, kv_bytes=rows * kv_row, activation_bytes=2 * rows * queries * item),
             StepOp(
                 "attention",
                 "attention",
                 1,
-                kv_bytes=(shape.sequences * shape.context + rows) * kv_row,  # read, and the new ones written
+                kv_bytes=shape.sequences * shape.context * kv_row,
                 activation_bytes=3 * rows * queries * item,
                 launches=2,  # keys are split over programs, whose parts then meet
             ),

@@ -51,8 +51,9 @@ def test_a_step_reads_the_kv_of_every_sequence_and_its_states_twice(dtype, tp):
     shape = StepShape(3, 1000, dtype, tp=tp)
     each = cache_sizes(config, tp, TORCH_DTYPES[dtype], 1)  # blocks of one token
     ops = {op.name: op for op in step_ops(config, shape)}
-    attention = ops["attention"]  # the new keys are written
-    assert attention.calls * attention.kv_bytes == 3 * (1000 + 1) * each.block_bytes
+    attention, written = ops["attention"], ops["qkv_norm_rope_cache"]
+    assert attention.calls * attention.kv_bytes == 3 * 1000 * each.block_bytes
+    assert written.calls * written.kv_bytes == 3 * each.block_bytes
     states = 48 * (48 // tp) * 128 * 128 * 4
     windows = each.slot_bytes - states  # the conv's last three inputs of every layer; a fourth is written
     assert ops["gdn"].calls * ops["gdn"].state_bytes == 3 * (2 * states + windows + windows // 3)
@@ -69,7 +70,7 @@ def test_floors_are_those_of_the_design():
     moved, launches = (
         sum(op.calls * getattr(op, what) for op in ops) for what in ("floor_bytes", "launches")
     )
-    assert launches == 18 * 5 + 6 * 6 + 5
+    assert launches == 18 * 5 + 6 * 7 + 5
     assert step_floor_s(config, StepShape(1, 512, "bf16")) == pytest.approx(
         moved / 4.2e12 + launches * 0.8e-6
     )
@@ -141,7 +142,7 @@ class Hand:
         added = [*plain, "_add_parts"] if cublas else plain
         self.run("_begin_step")
         for kind in config.layer_types:
-            mixer = ["_attend_decode", "_reduce_segments"]
+            mixer = ["_qkv_norm_rope_cache", "_attend_decode", "_reduce_segments"]
             self.run(*normed)
             self.run(*(mixer if kind == FULL else ["_gdn_decode"]), us=5.0)
             self.run(*added, *gated, *added)
@@ -176,6 +177,7 @@ def test_operations_get_their_kernels_by_place(config, lead, cublas):
         "gdn": 3,
         "gdn out_proj": 3 * each,
         "attention in_proj": each,
+        "qkv_norm_rope_cache": 1,
         "attention": 2,
         "attention out_proj": each,
         "gate_up": 4 * (3 if cublas else 1),

@@ -11,8 +11,7 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.attention.gpu.reduce import reduce_segments
-from mstar.kernels.attention.gpu.turn import ask_for_keys, keep_new_keys, multipliers, turned_heads, turns
-from mstar.kernels.attention.gpu.walk import LOG2_E, gated, keys_a_segment, walk_keys
+from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys, gated, keys_a_segment, walk_keys
 from mstar.kernels.attention.weights import AttentionWeights
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.rows import Rows
@@ -46,11 +45,6 @@ def default_choice(dtype: torch.dtype, block_m: int) -> DecodeChoice:
     return DecodeChoice(num_warps=4 if block_m <= 32 else 8)
 
 
-def block_rows(group: int, rows: int) -> int:
-    """Rows of a tile for so many rows of a group's q heads: each a power of two, 16 in all at least."""
-    return max(16, triton.next_power_of_2(rows) * triton.next_power_of_2(group))
-
-
 def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
     """Segments of the grid for `programs` pairs of a sequence and KV head, none longer than `most_keys` keys."""
     wanted = -(-choice.programs * multiprocessors(device) // programs)
@@ -58,7 +52,7 @@ def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.
 
 
 def attend_decode(
-    q: torch.Tensor | None,
+    q: torch.Tensor,
     proj: torch.Tensor,
     weights: AttentionWeights,
     k_cache: torch.Tensor,
@@ -69,16 +63,16 @@ def attend_decode(
 ) -> torch.Tensor:
     """Attention and gate of `rows.rows_per_seq` rows a sequence, or of each sequence's last row with last_only.
 
-    q: [rows, q_heads, head_dim] of `qkv_norm_rope_cache`, which also wrote these rows' keys; None: it is done here,
-    each program for its q heads and for the new keys of its segment. proj: its input, for the gates. With last_only
-    the part may be prefill. How many keys a sequence has is read on the device: the grid
-    depends on shapes alone. Returns [rows, q_heads * head_dim], or [sequences, ...], in the model dtype.
+    q: [rows, q_heads, head_dim] of `qkv_norm_rope_cache`, which also wrote these rows' keys; proj: its input, for
+    the gates. With last_only the part may be prefill. How many keys a sequence has is read on the device: the grid
+    depends on shapes alone; with rows.settled it is read, and keys are asked for, before other kernels' results are
+    waited for. Returns [rows, q_heads * head_dim], or [sequences, ...], in the model dtype.
     """
     dim, heads, device = weights.head_dim, weights.q_heads, proj.device
     per_seq = 1 if last_only else rows.rows_per_seq
     count = rows.sequences * per_seq
     group = heads // weights.kv_heads
-    block_m = block_rows(group, per_seq)
+    block_m = max(16, triton.next_power_of_2(group * per_seq))
     choice = choice or default_choice(proj.dtype, block_m)
     most_keys = rows.block_tables.shape[1] * k_cache.shape[-1]
     cut = segments(choice, rows.sequences * weights.kv_heads, most_keys, device)
@@ -87,16 +81,13 @@ def attend_decode(
     sums = torch.empty(parts.shape[0], dtype=torch.float32, device=device)
     table_rows = rows.starts if rows.table_rows is None else rows.table_rows
     _attend_decode[(cut, weights.kv_heads, rows.sequences)](
-        q, proj, proj.stride(0), weights.q_norm, weights.k_norm, weights.inv_freq, weights.eps,
-        k_cache, v_cache, out, parts, sums,
+        q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums,
         rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
         table_rows, dim**-0.5 * LOG2_E,
         GROUP=group, KV_HEADS=weights.kv_heads, DIM=dim, BLOCK_SIZE=k_cache.shape[-1], ROWS=per_seq,
-        HALF=weights.inv_freq.shape[0], GROUP_PAD=triton.next_power_of_2(group),
         LAST_ONLY=last_only, TABLE_ROWS=rows.table_rows is not None, SEGMENTS=cut, LEAST=choice.least_keys,
         BLOCK_M=block_m, BLOCK_N=choice.block_n, WIDE=interpreted() or proj.dtype == torch.float32,
-        SETTLED=rows.settled and not last_only,
-        THREADS=choice.num_warps * (64 if torch.version.hip else 32),
+        SETTLED=rows.settled and not last_only, THREADS=choice.num_warps * (64 if torch.version.hip else 32),
         num_warps=choice.num_warps, num_stages=choice.num_stages, **launch_options(device),
     )  # fmt: skip
     if cut > 1:
@@ -108,12 +99,12 @@ def attend_decode(
 
 @triton.jit(do_not_specialize=["table_stride", "columns"])
 def _attend_decode(
-    q, proj, proj_stride, q_norm, k_norm, inv_freq, eps, k_cache, v_cache, out, parts, sums,
+    q, proj, proj_stride, k_cache, v_cache, out, parts, sums,
     cu_rows, starts, tables, table_stride, columns, table_rows, score_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    HALF: tl.constexpr, GROUP_PAD: tl.constexpr, LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr,
-    SEGMENTS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-    SETTLED: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr, SEGMENTS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, SETTLED: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a segment of keys, KV head and sequence: all its rows and the q heads of the group at once.
 
@@ -139,14 +130,10 @@ def _attend_decode(
     share = keys_a_segment(keys, SEGMENTS, LEAST)
     begin = segment * share
     end = tl.minimum(begin + share, keys)
-    table_row = tl.load(table_rows + sequence, cache_modifier=".cg").to(tl.int64) if TABLE_ROWS else sequence
-    table = tables + table_row * table_stride
+    table = tl.load(table_rows + sequence, cache_modifier=".cg").to(tl.int64) if TABLE_ROWS else sequence
+    table = tables + table * table_stride
     k_head = k_cache + kv_head * (DIM * BLOCK_SIZE)
     v_head = v_cache + kv_head * (DIM * BLOCK_SIZE)
-    ROWS_PAD: tl.constexpr = BLOCK_M // GROUP_PAD
-    if q is None:
-        cosine, sine = turns(start, inv_freq, 1 if ROWS == 1 else ROWS_PAD, HALF)
-        weight, other_weight = multipliers(q_norm, DIM, HALF)
     if PDL and SETTLED:
         ask_for_keys(k_head, v_head, table, begin, end, BLOCKS_ASKED, KV_HEADS, DIM, BLOCK_SIZE, THREADS)
         tl.extra.cuda.gdc_wait()  # what is above was there before the step, or when the step had begun
@@ -154,24 +141,11 @@ def _attend_decode(
     if begin < end or segment == 0:
         m = tl.arange(0, BLOCK_M)
         d = tl.arange(0, DIM)
-        row = m // GROUP_PAD
-        member = m % GROUP_PAD
-        head = kv_head * GROUP + member
-        used = (row < ROWS) & (member < GROUP)
+        row = m // GROUP
+        head = kv_head * GROUP + m % GROUP
+        used = m < ROWS * GROUP
         at = (row0 + row) * (KV_HEADS * GROUP) + head
-        if q is None:
-            line = proj + row0 * proj_stride
-            tile = turned_heads(
-                line + kv_head * (GROUP * 2 * DIM), proj_stride, 2 * DIM, weight, other_weight, eps, cosine, sine,
-                ROWS, GROUP, ROWS_PAD, GROUP_PAD, DIM, HALF,
-            )  # fmt: skip
-            tile = tl.reshape(tile, [BLOCK_M, DIM]).to(proj.dtype.element_ty)
-            keep_new_keys(
-                line + KV_HEADS * GROUP * 2 * DIM + kv_head * DIM, proj_stride, KV_HEADS * DIM, k_norm, eps, cosine,
-                sine, start, begin, end, k_head, v_head, table, ROWS, ROWS_PAD, KV_HEADS, DIM, HALF, BLOCK_SIZE,
-            )  # fmt: skip
-        else:
-            tile = tl.load(q + at[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
+        tile = tl.load(q + at[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
         acc = tl.zeros((BLOCK_M, DIM), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -195,25 +169,18 @@ def _attend_decode(
 def _case(
     dim: int, group: int, rows: int, segments: int, last_only: bool = False, settled: bool = False
 ) -> AotCase:
-    signature = dict.fromkeys(("proj", "k_cache", "v_cache", "out"), "*bf16")
-    signature |= dict.fromkeys(("q_norm", "k_norm", "inv_freq"), "*fp32") | {"eps": "fp32"}
+    signature = dict.fromkeys(("q", "proj", "k_cache", "v_cache", "out"), "*bf16")
     signature |= {"parts": "*fp32", "sums": "*fp32", "cu_rows": "*i64", "starts": "*i64"}
     signature |= {"tables": "*i32", "table_rows": "*i32", "score_scale": "fp32"}
     signature |= dict.fromkeys(("proj_stride", "table_stride", "columns"), "i32")
-    block_m = block_rows(group, rows)
+    block_m = max(16, triton.next_power_of_2(group * rows))
     choice = default_choice(torch.bfloat16, block_m)
     constants = {
-        "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "HALF": dim // 8,
-        "GROUP_PAD": triton.next_power_of_2(group), "LAST_ONLY": last_only,
+        "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only,
         "TABLE_ROWS": not last_only, "SEGMENTS": segments, "LEAST": choice.least_keys, "BLOCK_M": block_m,
         "BLOCK_N": choice.block_n, "WIDE": False, "SETTLED": settled, "THREADS": 32 * choice.num_warps,
     }  # fmt: skip
-    if last_only:
-        signature["q"] = "*bf16"
-    else:
-        constants["q"] = None
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
-    signature = {name: signature[name] for name in _attend_decode.arg_names}
     return AotCase(
         _attend_decode,
         signature,

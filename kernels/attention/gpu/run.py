@@ -1,4 +1,4 @@
-"""Full attention on a GPU, between its projections: what `Ops.attention` does, in one to three launches."""
+"""Full attention on a GPU, between its projections: what `Ops.attention` does, in two or three launches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ def attention_gpu(
     proj: [rows, proj_width], columns side by side. A decode part is uniform: rows_per_seq rows for every sequence.
     last_only: all rows write their key and value, each sequence's last one attends: [sequences, ...].
     """
-    half = weights.inv_freq.shape[0]
-    if rows.rows_per_seq and not last_only and half & (half - 1) == 0:
-        return attend_decode(None, proj, weights, k_cache, v_cache, rows)
     q = qkv_norm_rope_cache(proj, weights, k_cache, v_cache, rows)
     if rows.rows_per_seq or last_only:
         return attend_decode(q, proj, weights, k_cache, v_cache, rows, last_only)

@@ -79,3 +79,25 @@ def gated(out, gate, DTYPE: tl.constexpr):
 def keys_a_segment(keys, SEGMENTS: tl.constexpr, LEAST: tl.constexpr):
     """Keys that each of at most SEGMENTS programs reads: a multiple of LEAST, so that short contexts use few."""
     return tl.maximum(tl.cdiv(tl.cdiv(keys, SEGMENTS), LEAST), 1) * LEAST
+
+
+@triton.jit
+def ask_for_keys(
+    k_head, v_head, table, begin, end, MOST: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Asks the second cache for the keys and values begin ... end - 1 of a sequence, of at most MOST blocks."""
+    LINE: tl.constexpr = 128 // (k_head.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = DIM * BLOCK_SIZE // LINE  # of a block's keys, and of its values
+    thread = tl.arange(0, THREADS)
+    for first in range(begin, tl.minimum(end, begin + MOST * BLOCK_SIZE), BLOCK_SIZE):
+        block = tl.load(table + first // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64)
+        at = block * (KV_HEADS * DIM * BLOCK_SIZE)
+        for line in tl.static_range(0, 2 * LINES, THREADS):
+            which = tl.minimum(line + thread, 2 * LINES - 1)
+            key = (k_head + at + which * LINE).to(tl.int64)
+            value = (v_head + at + (which - LINES) * LINE).to(tl.int64)
+            address = tl.where(which < LINES, key, value)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
+            )

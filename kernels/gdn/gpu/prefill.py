@@ -192,15 +192,11 @@ def walk_shape(heads: int, length: float, value_dim: int, device: torch.device) 
     heads: of all sequences; length: chunks of a sequence. The walk is a chain of small products, so its time is one
     program's latency until the multiprocessors are full, and then what they load again for each part of the columns.
     On one H200, 18 layers of 0.8B: a sequence of 128 chunks took 0.246 ms a layer with (16, 3), 0.320 with (16, 2),
-    and 16 of one chunk 0.035 with (64, 1), 0.047 with (32, 2).
+    and 16 of one chunk 0.035 with (64, 1), 0.047 with (32, 2). Three shapes, so that a load has compiled them all.
     """
-    wanted = _multiprocessors(device)
-    columns = min(value_dim, 32)
-    while columns > 16 and heads * (value_dim // columns) < 0.9 * wanted:
-        columns //= 2
-    if heads * (value_dim // columns) <= 1.25 * wanted:
-        return columns, 3
-    return (min(value_dim, 64), 1) if length <= 2 else (columns, 2)
+    if heads * (value_dim // 16) <= 1.25 * _multiprocessors(device):
+        return 16, 3
+    return (min(value_dim, 64), 1) if length <= 2 else (min(value_dim, 32), 3)
 
 
 def _padded_chunks(rows: Rows) -> Chunks | None:

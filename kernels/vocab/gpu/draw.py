@@ -84,9 +84,14 @@ def merge_draws(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def splits_of(rows: int, columns: int) -> tuple[int, int]:
-    """(splits, tiles a split) of a launch over `rows` rows of `columns` ids."""
+    """(splits, tiles a split) of a launch over `rows` rows of `columns` ids.
+
+    Tiles are a power of two: as the buckets of decode steps, each at most twice the one before, have every number of
+    tiles that so many rows or fewer have, a load has compiled all that a part of prefill draws with.
+    """
     tiles = triton.cdiv(columns, _BLOCK)
-    each = min(_MOST_TILES, max(1, rows * tiles // _PROGRAMS))
+    each = max(1, rows * tiles // _PROGRAMS)
+    each = min(_MOST_TILES, 1 << each.bit_length() - 1)
     return max(1, triton.cdiv(tiles, each)), each
 
 

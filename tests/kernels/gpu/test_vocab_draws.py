@@ -14,6 +14,7 @@ from mstar.kernels.argmax import argmax_rows
 from mstar.kernels.gumbel import gumbel, words, words_at
 from mstar.kernels.vocab.gpu.draw import argmax_gpu, merge_draws, partial_draws, splits_of
 from mstar.kernels.vocab.gpu.noise import gumbel_at_gpu, gumbel_gpu, words_of_groups
+from mstar.ranks.plan import decode_buckets
 
 # What noise.py promises: 2^-21 of max(1, |noise|).
 NOISE_BOUND = 2.0**-21
@@ -230,7 +231,7 @@ def test_how_a_row_is_split_changes_no_draw(device, monkeypatch):
     registers = Registers(device)
     arguments = (logits, slots, positions, registers.temperature, registers.seed)
     many = partial_draws(*arguments, first_id=0, vocab=vocab)
-    monkeypatch.setattr("mstar.kernels.vocab.gpu.draw._PROGRAMS", 4)
+    monkeypatch.setattr("mstar.kernels.vocab.gpu.draw._PROGRAMS", 2)
     few = partial_draws(*arguments, first_id=0, vocab=vocab)
     assert many[0].shape[0] == 5 and few[0].shape[0] == 2
     values, tokens = merge_draws(*few)
@@ -242,3 +243,10 @@ def test_many_rows_share_programs_by_longer_splits():
     assert splits_of(1, 248_320) == (243, 1)
     splits, tiles = splits_of(64, 248_320)
     assert tiles > 1 and (splits - 1) * tiles < 243 <= splits * tiles
+
+
+@pytest.mark.parametrize("columns", [1000, 124_160, 248_320])
+def test_any_number_of_rows_draws_with_what_some_bucket_was_compiled_for(columns):
+    for most in (1, 3, 8, 20, 64, 200, 256):
+        compiled = {splits_of(bucket, columns) for bucket in decode_buckets(most)}
+        assert {splits_of(rows, columns) for rows in range(1, most + 1)} <= compiled
