@@ -32,7 +32,8 @@ def qkv_norm_rope_cache(
         table_rows, rows.sequences,
         Q_HEADS=weights.q_heads, KV_HEADS=weights.kv_heads, DIM=dim, HALF=weights.inv_freq.shape[0],
         BLOCK_SIZE=k_cache.shape[-1], ROWS_PER_SEQ=rows.rows_per_seq,
-        TABLE_ROWS=rows.table_rows is not None, SETTLED=rows.settled, num_warps=1 if dim <= 64 else 2, **launch_options(proj.device),
+        TABLE_ROWS=rows.table_rows is not None, SETTLED=rows.settled,
+        num_warps=1 if dim <= 64 else 2, **launch_options(proj.device),
     )  # fmt: skip
     return q
 

@@ -44,13 +44,9 @@ class LaunchShape:
     splits: int = 1
 
 
-def _launch_shape(sequences: int, value_heads: int) -> LaunchShape:
-    """How a decode step is launched: the one place to change after `python -m mstar.kernels.gdn.gpu.measure`.
-
-    Eight warps share a program's work where a GPU has processors for all programs at once; four take less of it
-    in all (compiled for sm_90: 992 instructions each against 1304), and two programs with drafts fit a processor.
-    """
-    return LaunchShape(num_warps=8 if sequences * value_heads <= 132 else 4)
+# Of `python -m mstar.kernels.gdn.gpu.measure`, and in a step of 0.8B on one H200: 576 us with four warps and one
+# sequence, 589 with eight; 764 and 768 with four; 953 and 1,040 with 16. Heads cut in two took more at any number.
+SHAPE = LaunchShape(num_warps=4)
 
 
 def gdn_decode_gpu(
@@ -72,7 +68,7 @@ def gdn_decode_gpu(
     window: [slots, ring, 2 * value_heads], model dtype, b|a of a position likewise; no rows: a load without drafts.
     rows.pending: the positions right before `starts` that the state is behind by; None: none anywhere. Only
         sequences, rows_per_seq, starts, slots, fresh, pending and settled are read: a decode part is uniform.
-    shape: instead of `_launch_shape`'s.
+    shape: instead of SHAPE.
     Returns [rows, value_heads * value_dim] in the model dtype.
 
     Slots are distinct but for the sink, whose sequences are fresh; its S is not written, its rings are.
@@ -80,7 +76,7 @@ def gdn_decode_gpu(
     """
     heads, k_dim, v_dim = weights.value_heads, weights.key_dim, weights.value_dim
     count, ring, width = rows.rows_per_seq, conv.shape[1], weights.conv.shape[0]
-    shape = shape or _launch_shape(rows.sequences, heads)
+    shape = shape or SHAPE
     _check(proj, weights, state, conv, window, rows, shape)
     tile = v_dim // shape.splits
     v_pad = triton.next_power_of_2(tile)

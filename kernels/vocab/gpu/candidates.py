@@ -42,7 +42,7 @@ def masses(scaled, best, NATIVE: tl.constexpr):
     return (tl.exp(x.to(tl.float64)).to(tl.float32) * ONE).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def row_maxima(
     logits, slots, temperature, top_k, top_p, min_p, maxima, counts, total, found,
     stride, columns, rows, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
@@ -70,7 +70,7 @@ def row_maxima(
             tl.store(found + row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def count_bins(
     logits, slots, temperature, top_k, top_p, min_p, maxima, counts, total,
     stride, columns, rows, splits, SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
@@ -124,7 +124,7 @@ def _last_bin(counts, total, row, k, p):
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def collect(
     logits, slots, temperature, top_k, top_p, min_p, maxima, counts, total, found, kept,
     stride, columns, rows, splits, room, SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,

@@ -184,7 +184,7 @@ def _among_few(source, number, k, p, total, best, FEW: tl.constexpr, NATIVE: tl.
     return key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _select(
     logits, slots, temperature, top_k, top_p, min_p, maxima, total, found, kept, least,
     stride, columns, rows, splits, room, SPLITS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,

@@ -13,7 +13,7 @@ from mstar.loader.config import read_config
 from mstar.ranks.collectives.solo import SoloCollective
 from mstar.ranks.executor import Executor
 from mstar.ranks.plan import Chunk, StepPlan, TableUpdate
-from mstar.ranks.prefill_steps import MOST_OPERATIONS, PrefillSteps, Shape, shapes
+from mstar.ranks.prefill_steps import MOST_OPERATIONS, ROWS, PrefillSteps, Shape, shapes
 from mstar.scripts.make_checkpoint import make_config, write_virtual
 
 BLOCK, SLOTS, MOST = 16, 8, 512
@@ -126,16 +126,17 @@ def test_what_no_shape_holds_runs_as_it_is(engines):
     _, (plain, _) = engines
     steps = PrefillSteps(plain, eager=True)
     assert steps.shape_of(part()) is None
-    assert steps.shape_of(part(*((1, 0, 1, False) for _ in range(17)))) is None
-    assert steps.shape_of(part((1, 0, 1025, False))) is None
+    assert steps.shape_of(part(*((1, 0, 1, False) for _ in range(65)))) is None
+    assert steps.shape_of(part((1, 0, 4097, False))) is None
+    assert steps.shape_of(part(*((1, 0, 1, False) for _ in range(17)))) == Shape(1024, 64)
     assert steps.shape_of(part((1, 0, 60, False), (2, 0, 5, False))) == Shape(128, 4)
     assert steps.shape_of(part(*((1, 0, 2, False) for _ in range(5)))) == Shape(256, 16)
 
 
 def test_shapes_end_where_the_device_takes_longer_than_the_host():
-    assert max(shapes(752_000_000)).rows == 1024
-    for params in (4 * 10**9, 9 * 10**9, 27 * 10**9):
-        most = max(shapes(params)).rows
-        assert 2 * params * most <= MOST_OPERATIONS < 2 * params * 2 * 1024
-    assert max(shapes(27 * 10**9)).rows == 256
+    assert max(shapes(752_000_000)) == Shape(4096, 64)
+    for params in (2 * 10**9, 4 * 10**9, 9 * 10**9, 27 * 10**9):
+        kept = {shape.rows for shape in shapes(params)}
+        assert kept == {rows for rows in ROWS if 2 * params * rows <= MOST_OPERATIONS}
+    assert max(shapes(9 * 10**9)).rows == 1024 and max(shapes(27 * 10**9)).rows == 256
     assert shapes(10**12) == []
