@@ -219,8 +219,6 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
         raise ValueError("k is split into one part at least")
     if params.get("SPLIT_K", 1) > 1 and key.kind in ("norm", "gated"):
         raise ValueError("k is not split where a norm or a gate follows the product")
-    if params.get("SUM_AFTER") and params.get("SPLIT_K", 1) == 1:
-        raise ValueError("SUM_AFTER adds up parts of k, and k is not split")
     odd = sorted(
         param for param in SIZES & set(params) if params[param] < 1 or params[param] & (params[param] - 1)
     )
@@ -235,9 +233,11 @@ def _optional(kernel: str, kind: str) -> frozenset[str]:
     """Parameters that a launch may have or not, of a kernel and kind."""
     if kernel == "cublas":
         return frozenset()
-    own = {"norm": {"NORM_FIRST"}, "gated": {"NORM_FIRST"}, "residual": {"SUM_AFTER"}}.get(kind, set())
+    own = {"SUM_AFTER"} if kind == "residual" else set()
     if kernel == "fma":
-        own = {"PRELOAD"}
+        own |= {"PRELOAD"}
+    elif kind in ("norm", "gated"):
+        own |= {"NORM_FIRST"}
     return frozenset({"AHEAD", "SOON", "TOUCH", *own})
 
 

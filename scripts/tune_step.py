@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -32,12 +32,14 @@ from mstar.scripts.offline_model import OfflineModel
 if TYPE_CHECKING:
     from mstar.kernels.triton_ops import TritonOps
 
-REPLAYS, SAMPLES = 10, 7  # steps a sample, and samples: the median counts
+REPLAYS, SAMPLES = 10, 7  # steps a sample at most, and samples: the median counts
+SAMPLE_US = 8000.0  # that a sample takes, if that is two steps or more
 LEAST_GAIN = 0.003  # of the step: what the samples of one step differ by
 LOST = 1.01  # a step slower than the best by this after one sample is not measured further
 COMPILE_SHARE = 0.4  # of a batch size's time
 
 
+Tries = Callable[[GemmKey, KernelChoice], list[KernelChoice]]  # of a size and what it has now
 # of a size: its choice, and the step's time in microseconds with each candidate
 Found = dict[GemmKey, tuple[KernelChoice, dict[KernelChoice, float]]]
 
@@ -62,8 +64,8 @@ def sizes_by_worth(asked: dict[GemmKey, int]) -> list[GemmKey]:
 
 def descend(
     table: Trying,
-    candidates: Callable[[GemmKey, KernelChoice], list[KernelChoice]],
-    variants: Callable[[GemmKey, KernelChoice], list[KernelChoice]],
+    candidates: Tries,
+    variants: Tries,
     step_us: Callable[[float], float],
     until: float,
     say: Callable[[str], None],
@@ -115,10 +117,23 @@ def known_tiles(table: Table, keys: Iterable[GemmKey]) -> tuple[int, ...]:
     """In how many tiles a step's residual linears leave the squares of a row."""
     found = set()
     for key in keys:
-        width = dict(table.choose(key).params).get("BLOCK_N")
-        if key.kind == "residual" and width:
+        params = dict(table.choose(key).params)
+        width = params.get("BLOCK_N")
+        if key.kind == "residual" and width and not params.get("SUM_AFTER"):
             found.add(-(-key.n // width))
     return tuple(sorted(found))
+
+
+def jobs_of(
+    table: Trying, candidates: Tries, variants: Tries, with_params: Callable[..., KernelChoice]
+) -> Iterator[tuple[GemmKey, KernelChoice]]:
+    """What may be tried: each candidate of a residual with and without a kernel that adds up and norms after it."""
+    for key in sizes_by_worth(table.asked):
+        for tries in (variants, candidates):
+            for choice in tries(key, table.choose(key)):
+                yield key, choice
+                if key.kind == "residual" and choice.kernel != "cublas":
+                    yield key, with_params(choice, SUM_AFTER=1 - dict(choice.params).get("SUM_AFTER", 0))
 
 
 def write_choices(path: Path, where: tuple[str, str], defaults: Linears, found: Found) -> int:
@@ -177,6 +192,7 @@ class Step:
         table = torch.arange(1, batch * blocks + 1, dtype=torch.int32, device=executor.device)
         executor.block_table[1 : batch + 1, :blocks] = table.view(batch, blocks)
         self._batch, self._bucket = batch, buckets[0]
+        self._replays = REPLAYS
         self._steps.place(list(range(1, batch + 1)), self._bucket)
 
     def us(self, limit: float) -> float:
@@ -193,12 +209,14 @@ class Step:
             self._lengths[1 : self._batch + 1].fill_(self._context)
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record(torch.cuda.current_stream())
-            for _ in range(REPLAYS):
+            for _ in range(self._replays):
                 graph.replay()
             ended.record(torch.cuda.current_stream())
             ended.synchronize()
+            took = float(1e3 * begun.elapsed_time(ended) / self._replays)
+            self._replays = max(2, min(REPLAYS, int(SAMPLE_US / took)))
             if sample:  # the first one warms up
-                samples.append(float(1e3 * begun.elapsed_time(ended) / REPLAYS))
+                samples.append(took)
                 if samples[0] > limit:
                     break
         return median(samples)
@@ -235,7 +253,11 @@ def main(
         loaded = OfflineModel(model, dtype, "cuda")
     except LoadError as error:
         raise click.ClickException(f"{error}") from error
-    from mstar.kernels.linear.gpu.candidates import step_candidates, variants  # Triton, which needs a GPU
+    from mstar.kernels.linear.gpu.candidates import (
+        step_candidates,
+        variants,
+        with_params,
+    )  # Triton, which needs a GPU
 
     where = device_name(loaded.device)
     if table_path is not None:
@@ -253,12 +275,7 @@ def main(
         before = step.us(math.inf)
         share = (until - time.monotonic()) / (len(sizes) - place)
         end = time.monotonic() + share
-        jobs = [
-            (key, choice)
-            for key in sizes_by_worth(table.asked)
-            for tries in (variants, step_candidates)
-            for choice in tries(key, table.choose(key))
-        ]
+        jobs = list(dict.fromkeys(jobs_of(table, step_candidates, variants, with_params)))
         skinny = [job for job in jobs if job[1].kernel != "cublas"]
         pool.compile(skinny, share * COMPILE_SHARE, known_tiles(table, table.asked))
         times = descend(table, step_candidates, variants, step.us, end, click.echo)

@@ -82,11 +82,15 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
                 ahead = Ahead(weight, norm=norm)
                 run_residual(choice, inputs.x, weight, inputs.residual, ahead, scaled=norm is not None)
         else:
-            norms = key.kind in ("norm", "gated") and choice.kernel != "fma"
-            for tiles in (0, *known_tiles) if norms else (0,):
-                known = None
-                if tiles:
-                    known = Prepared(torch.ones(tiles, key.rows, device=device), inputs.x, inputs.norm)
+            prepared: list[Prepared | None] = [None]
+            if key.kind in ("norm", "gated"):
+                prepared.append(Prepared(multiplier=inputs.norm, normed=inputs.x))
+                if choice.kernel != "fma":
+                    prepared += [
+                        Prepared(torch.ones(tiles, key.rows, device=device), inputs.x, inputs.norm)
+                        for tiles in known_tiles
+                    ]
+            for known in prepared:
                 inputs.run(partial(run_linear, known=known, ahead=Ahead(weight)), choice, weight)
         torch.cuda.synchronize()
     except Exception as error:  # of any kind: the bench records it

@@ -28,7 +28,9 @@ def run(engine, first, count, tokens, **params):
         steps += 1
         if steps == 2:
             for index in range(min(count, 5)):
-                engine.submit(first + 500 + index, [5] * (3 * index + 1), SamplingParams(max_tokens=2, seed=0))
+                engine.submit(
+                    first + 500 + index, [5] * (3 * index + 1), SamplingParams(max_tokens=2, seed=0)
+                )
 
 
 def test_nothing_is_compiled_after_the_warm_up(tmp_path):
@@ -55,7 +57,9 @@ def test_nothing_is_compiled_after_the_warm_up(tmp_path):
         for number in range(40):
             count = randomly.choice([1, 2, 3, 5, 7, 9, 12, 13, 15, 20, 33, 64])
             tokens = randomly.choice([1, 2, 30, 64, 65, 200, 700, 1500])
-            filters = randomly.choice([{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}])
+            filters = randomly.choice(
+                [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}]
+            )
             run(engine, 100_000 + 1000 * number, count, tokens, **filters)
             assert not compiled, f"{count} prompts of {tokens} tokens, {filters}"
     finally:

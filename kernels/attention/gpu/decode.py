@@ -48,7 +48,9 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
     """
     if dtype == torch.float32:
         return DecodeChoice(block_n=16, num_stages=2, num_warps=4 if block_m <= 16 else 8)
-    return DecodeChoice(least_keys=32 if pairs <= MOST_PAIRS_SPREAD else 64, num_warps=4 if block_m <= 32 else 8)
+    return DecodeChoice(
+        least_keys=32 if pairs <= MOST_PAIRS_SPREAD else 64, num_warps=4 if block_m <= 32 else 8
+    )
 
 
 def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
@@ -198,6 +200,6 @@ def _case(
 
 
 AOT_CASES = [
-    _case(256, 4, 1, 132, settled=True), _case(256, 4, 4, 132), _case(256, 6, 4, 33), _case(256, 6, 9, 33), _case(64, 4, 1, 1),
-    _case(64, 4, 4, 8), _case(256, 4, 1, 66, last_only=True),
+    _case(256, 4, 1, 132, settled=True), _case(256, 4, 4, 132), _case(256, 6, 4, 33), _case(256, 6, 9, 33),
+    _case(64, 4, 1, 1), _case(64, 4, 4, 8), _case(256, 4, 1, 66, last_only=True),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of 
 # Warps that a processor should be given to do: by the bytes in flight that hide the memory's latency.
 WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
-HABITS = ("AHEAD", "SOON", "TOUCH")  # what any kernel of a step may do beside its work
+HABITS = ("AHEAD", "SOON", "SUM_AFTER", "TOUCH")  # what any kernel of a step may do beside its work
 AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
 SUM_AFTER_ROWS = 8  # from so many on, parts of a split may be added up by a kernel of their own
 MOST_PRELOADED = 4  # tiles of k that a program has on their way at once
@@ -125,7 +125,7 @@ def variants(key: GemmKey, choice: KernelChoice) -> list[KernelChoice]:
     params = dict(choice.params)
     switches = ["SOON"]
     if key.kind == "residual":
-        switches.append("TOUCH")
+        switches += ["SUM_AFTER", "TOUCH"]
     unrolled = choice.kernel == "fma" and params["UNROLL"]
     if unrolled and 1 < -(-key.k // params["BLOCK_K"]) <= MOST_PRELOADED:
         switches.append("PRELOAD")
@@ -259,7 +259,13 @@ def _sum_candidates(key: GemmKey) -> list[KernelChoice]:
                 count = -(-key.n // outputs) * split
                 if key.k % (block_k * split) or not PROCESSORS // 2 <= count <= 4 * PROCESSORS:
                     continue
-                params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "PREFETCH": 1, "SUM_AFTER": 1}
+                params = {
+                    "BLOCK_N": outputs,
+                    "BLOCK_K": block_k,
+                    "SPLIT_K": split,
+                    "PREFETCH": 1,
+                    "SUM_AFTER": 1,
+                }
                 found.append(_choice("dot", **params, num_warps=warps, num_stages=stages))
     return sorted(found, key=lambda choice: _distance(choice, key))
 

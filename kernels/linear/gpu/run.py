@@ -37,7 +37,9 @@ COUNTERS = 1 << 14  # programs that a split launch may have; a split is for laun
 class Prepared:
     """What a residual's kernel leaves, beside its result, for the norm behind it."""
 
-    squares: torch.Tensor | None = None  # [tiles, rows] float32; columns add up to the squares of the result's rows
+    squares: torch.Tensor | None = (
+        None  # [tiles, rows] float32; columns add up to the squares of the result's rows
+    )
     scaled: torch.Tensor | None = None  # [rows, n], the model's dtype: the result times the multiplier
     multiplier: torch.Tensor | None = None  # [n] float32, of the norm
     normed: torch.Tensor | None = None  # [rows, n], the model's dtype: the result normed
@@ -118,7 +120,7 @@ def run_residual(
 ) -> tuple[torch.Tensor, Prepared | None]:
     """`run_linear` of kind "residual", and what the norm that reads the result needs: `ahead`'s.
 
-    Where a kernel adds up whole rows (cuBLAS, and splits with SUM_AFTER), it norms them too. Elsewhere squares are
+    Where a kernel of its own adds the residual (cuBLAS, and SUM_AFTER), it norms the rows, too. Elsewhere squares are
     counted: with them in use, ptxas asks for the residual at once, and without at the end, where its way is waited
     for (622 us a step of 0.8B against 584). scaled: whether products with the norm's multipliers are wanted there.
     Returns out [rows, n], and None above 64 rows, where a norm kernel costs nothing beside the rest.
@@ -130,15 +132,18 @@ def run_residual(
     norm = None if ahead is None else ahead.norm
     if choice.kernel == "cublas" or dict(choice.params).get("SUM_AFTER"):
         if choice.kernel == "cublas":
-            parts = F.linear(x, weight)[None]
+            parts = F.linear(x, weight)
         else:
             parts = skinny_call(choice, x, weight, kind="plain", ahead=ahead).start()
+        parts = parts.view(-1, rows, n)
         out, normed = add_parts(parts, residual, norm, 0.0 if ahead is None else ahead.eps)
         return out, Prepared(multiplier=norm, normed=normed)
     if not scaled:
         norm = None
     made = Prepared(
-        torch.empty(triton.cdiv(n, dict(choice.params)["BLOCK_N"]), rows, dtype=torch.float32, device=x.device),
+        torch.empty(
+            triton.cdiv(n, dict(choice.params)["BLOCK_N"]), rows, dtype=torch.float32, device=x.device
+        ),
         None if norm is None else torch.empty(rows, n, dtype=x.dtype, device=x.device),
         norm,
     )
@@ -173,16 +178,18 @@ def skinny_call(
     """The launch of a skinny kernel; arguments as of `run_linear`.
 
     made: receives what the norm behind a residual needs (`run_residual`).
-    out: [rows, n] contiguous, made here if None; with SUM_AFTER (kind "plain") [SPLIT_K, rows, n] float32, the parts.
+    out: [rows, n] contiguous, made here if None; with SUM_AFTER (kind "plain") a split's is made here, [SPLIT_K, rows,
+    n] float32: the parts.
     NORM_FIRST is not known here: x is what the kernel reads.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2 if kind == "gated" else weight.shape[0]
     params = dict(choice.params)
     mebibytes = params.pop("AHEAD", 0)
-    parts_stay = bool(params.pop("SUM_AFTER", 0))
+    split = params.get("SPLIT_K", 1)
+    parts_stay = params.pop("SUM_AFTER", 0) == 1 and split > 1
     if parts_stay:
-        out = torch.empty(params["SPLIT_K"], rows, n, dtype=torch.float32, device=x.device)
+        out = torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
     elif out is None:
         out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     arguments = {
@@ -219,11 +226,8 @@ def skinny_call(
         raise ValueError(f"no kernel named {choice.kernel}")
     if choice.kernel == "mma" and rows > mma.MOST_ROWS:
         raise ValueError(f"mma takes {mma.MOST_ROWS} rows, not {rows}")
-    split = arguments["SPLIT_K"]
     if split > 1 and (norm is not None or kind == "gated"):
         raise ValueError("a split of k goes with neither a norm nor a gate")
-    if parts_stay and split == 1:
-        raise ValueError("SUM_AFTER adds up parts of k, and k is not split")
     counted = split > 1 and not parts_stay
     block = dot.block_rows(rows)
     grid = (triton.cdiv(n, arguments["BLOCK_N"]), split, triton.cdiv(rows, block))

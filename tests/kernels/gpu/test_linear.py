@@ -53,18 +53,21 @@ MMA_LOOP = choice("mma", BLOCK_N=32, BLOCK_K=32, SPLIT_K=1, num_warps=1)
 MMA_SPLIT = choice("mma", BLOCK_N=16, BLOCK_K=64, SPLIT_K=2, num_warps=2)
 # of residuals: the parts of k are added up by a kernel of their own
 DOT_SUM = choice("dot", BLOCK_N=32, BLOCK_K=32, SPLIT_K=3, PREFETCH=1, SUM_AFTER=1, num_warps=2, num_stages=3)
+FMA_SUM = choice("fma", BLOCK_N=8, BLOCK_K=256, UNROLL=1, SUM_AFTER=1, num_warps=1)
 MMA_SUM = choice("mma", BLOCK_N=16, BLOCK_K=64, SPLIT_K=2, SUM_AFTER=1, num_warps=2)
 NAMES = {
     "fma": FMA, "fma-preload": FMA_PRELOAD, "fma-loop": FMA_LOOP, "dot": DOT, "dot-loop": DOT_LOOP,
     "dot-split": DOT_SPLIT,
     "dot-strip": DOT_STRIP, "mma": MMA, "mma-loop": MMA_LOOP, "mma-split": MMA_SPLIT,
-    "dot-norm-first": DOT_NORM_FIRST, "dot-sum": DOT_SUM, "mma-sum": MMA_SUM, "cublas": CUBLAS,
+    "dot-norm-first": DOT_NORM_FIRST, "fma-sum": FMA_SUM, "dot-sum": DOT_SUM, "mma-sum": MMA_SUM,
+    "cublas": CUBLAS,
 }  # fmt: skip
 ROWS = {
     "fma": (1, 3, 8), "fma-preload": (1, 3), "fma-loop": (2, 5), "dot": (3, 16, 33, 64), "dot-loop": (2, 17, 63),
     "dot-split": (5, 33),
     "dot-norm-first": (3,), "dot-strip": (4, 17),
-    "mma": (3, 16, 32), "mma-loop": (9,), "mma-split": (5,), "dot-sum": (5, 64), "mma-sum": (5,),
+    "mma": (3, 16, 32), "mma-loop": (9,), "mma-split": (5,), "fma-sum": (1, 5), "dot-sum": (5, 64),
+    "mma-sum": (5,),
     "cublas": (1, 65),
 }  # fmt: skip
 
@@ -100,7 +103,7 @@ def test_every_kernel_is_the_formula_where_nothing_is_a_multiple(device, name, k
         pytest.skip("a split goes with neither: test_what_does_not_fit_is_refused")
     if name == "dot-norm-first" and kind not in ("norm", "gated"):
         pytest.skip("without a norm it is dot-loop")
-    if name in ("dot-sum", "mma-sum") and kind != "residual":
+    if name.endswith("-sum") and kind != "residual":
         pytest.skip("no other kind adds parts up so: test_what_does_not_fit_is_refused")
     rows = ROWS[name] if dtype == torch.bfloat16 else ROWS[name][:1]
     for count in rows:
@@ -240,7 +243,7 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
     norm_first = params.get("NORM_FIRST", 0)
     sum_after = params.get("SUM_AFTER", 0)
     assert launches(found, key) == 1 + norm_first + sum_after
-    assert not sum_after or (key.kind == "residual" and params["SPLIT_K"] > 1)
+    assert not sum_after or key.kind == "residual"
     assert not norm_first or key.kind in ("norm", "gated")
     item = 4 if key.dtype == "fp32" else 2
     if found.kernel == "fma":
@@ -290,14 +293,18 @@ def test_what_a_residual_prepares_serves_the_norm_behind_it(device, name, rows, 
     assert relative(first, exact(kind, **behind)) < BOUNDS[kind][torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", ["cublas", "dot-sum", "mma-sum"])
+@pytest.mark.parametrize("name", ["cublas", "fma-sum", "dot-sum", "mma-sum"])
 @pytest.mark.parametrize("kind", ["norm", "gated"])
 def test_a_kernel_that_adds_up_whole_rows_norms_them_for_what_is_behind(device, name, kind):
     given = arguments("residual", 5, 205, 141, torch.bfloat16, device)
     behind = arguments(kind, 5, 19, 205, torch.bfloat16, device)
     norm = behind["norm"]
     out, made = run_residual(
-        NAMES[name], given["x"], given["weight"], given["residual"], Ahead(given["weight"], norm=norm, eps=EPS)
+        NAMES[name],
+        given["x"],
+        given["weight"],
+        given["residual"],
+        Ahead(given["weight"], norm=norm, eps=EPS),
     )
     assert torch.equal(out.float(), run_linear(NAMES[name], kind="residual", **given).float())
     assert relative(out, exact("residual", **given)) < BOUNDS["residual"][torch.bfloat16]

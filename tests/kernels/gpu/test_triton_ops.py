@@ -68,7 +68,12 @@ def test_a_residual_prepares_for_the_norm_that_follows_where_its_kernel_takes_it
         (_, _, unknown),
     ) = calls
     assert (first, second, third) == ("residual", "gated", "residual")
-    assert after_out.weight is gated.data and after_out.halves == 2 and after_out.norm is norm and after_out.eps == EPS
+    assert (
+        after_out.weight is gated.data
+        and after_out.halves == 2
+        and after_out.norm is norm
+        and after_out.eps == EPS
+    )
     assert after_gated.weight is down.data and after_down.weight is head.data
     takes = ops.table.choose(next(key for key in ops.table._chosen if key.kind == "gated")).kernel in (
         "dot",
