@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 from typing import Any, NoReturn
 
 import msgpack
@@ -36,7 +37,7 @@ def decode_json(data: bytes | memoryview) -> Request:
 
 def encode_msgpack(event: Event) -> bytes:
     """The event as one msgpack map."""
-    return bytes(msgpack.packb(to_map(event), default=_to_submap, unicode_errors="replace"))
+    return bytes(_PACKER.of_thread.pack(to_map(event)))
 
 
 def encode_json(event: Event) -> bytes:
@@ -144,6 +145,13 @@ def _text_keys(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+class _Packers(threading.local):
+    """A packer for each thread: making one takes longer than packing a token."""
+
+    def __init__(self) -> None:
+        self.of_thread = msgpack.Packer(default=_to_submap, unicode_errors="replace")
+
+
 def _to_submap(value: Any) -> dict[str, Any]:
     if type(value) not in _PLANS:
         raise TypeError(f"{type(value).__name__} has no place in an event")
@@ -182,5 +190,6 @@ def _event_types() -> set[type[Any]]:
 
 
 _PLANS: dict[type[Any], _Plan] = {cls: _plan(cls) for cls in _event_types()}
+_PACKER = _Packers()
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_to_submap)
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(cls) for kind, cls in EVENTS.items()}

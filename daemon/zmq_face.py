@@ -28,6 +28,9 @@ _RETRY_S = 0.005
 _RETRY_MAX_S = 0.1
 _RETRY_BURST = 256
 _LINGER_MS = 1000  # for the last events of a daemon that ends
+# Made once: a token's way out is a few microseconds, and as flags of an enum they took as long as the rest of it.
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_TERMINAL = (Done, ErrorEvent)
 
 
 class ZmqPeer(Peer):
@@ -44,7 +47,7 @@ class ZmqPeer(Peer):
 
     def send(self, event: Event) -> None:
         if not self.gone:
-            self.face.send(self, codec.encode_msgpack(event), isinstance(event, Done | ErrorEvent))
+            self.face.send(self, codec.encode_msgpack(event), isinstance(event, _TERMINAL))
 
 
 class ZmqFace:
@@ -98,7 +101,8 @@ class ZmqFace:
     def send(self, peer: ZmqPeer, data: bytes, terminal: bool) -> None:
         if not peer.backlog:
             try:
-                self._socket.send_multipart((peer.identity, data), zmq.NOBLOCK)
+                self._socket.send(peer.identity, _MORE)  # what may not block: the data follows it at once
+                self._socket.send(data, _NOBLOCK)
                 self._reader.poke()
                 return
             except zmq.Again:

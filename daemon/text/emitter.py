@@ -83,6 +83,8 @@ class Emitter:
         self._end_id = vocabulary.think_end_id
         self._hidden = vocabulary.special_ids | frozenset(stop_ids)
         self._stops = StopMatcher(stop) if stop else None
+        # ids that are more than text
+        self._marks = self._hidden.union(id for id in (self._start_id, self._end_id) if id is not None)
         self._thinking = in_think
         self._return_ids = return_ids
         self._min_tokens = min_tokens
@@ -104,6 +106,19 @@ class Emitter:
         Once a stop string was found or `final` was said, further pushes give nothing.
         """
         pieces: list[Piece] = []
+        if len(ids) == 1 and not final and logprobs is None and self._stops is None and not self._over:
+            # nearly all that ever comes, and all that a busy daemon does: as below, without the calls
+            token_id = ids[0]
+            if token_id not in self._marks:
+                self.completion_tokens += 1
+                self.reasoning_tokens += self._thinking
+                text = self._detokenizer.push(token_id)
+                if text or self._return_ids:
+                    kind = REASONING if self._thinking else TOKEN
+                    pieces.append(Piece(kind, text, [token_id] if self._return_ids else None))
+                return EmitterOutput(
+                    pieces, False, self.completion_tokens, self.reasoning_tokens, self._thinking
+                )
         if not self._over:
             for index, token_id in enumerate(ids):
                 self._take(token_id, logprobs[index] if logprobs is not None else None, pieces)
