@@ -50,6 +50,7 @@ from mstar.scripts.serving_load import BenchError
 @check_options(prompts=200, max_tokens=96)
 @click.option("--long", "long_count", default=4, show_default=True, help="Long prompts beside them.")
 @click.option("--long-tokens", default=4000, show_default=True, help="Length of a long prompt.")
+@click.option("--reference-device", help="Where the reference runs, if not where the cells do: `cpu`, say.")
 def main(
     model: str,
     dtype: str,
@@ -59,6 +60,7 @@ def main(
     max_tokens: int,
     long_count: int,
     long_tokens: int,
+    reference_device: str | None,
     concurrency: int,
     seed: int,
     strict: bool,
@@ -72,7 +74,7 @@ def main(
         path = resolve(model)
         prompts = short_prompts(path, prompt_count, seed)
         prompts += long_prompts(path, long_count, long_tokens, seed)
-        check = Check(model, dtype, prompts, max_tokens, concurrency, daemon_flags)
+        check = Check(model, dtype, prompts, max_tokens, concurrency, daemon_flags, reference_device)
         check.ask_reference()
         results = []
         for cell in cells:
@@ -100,25 +102,29 @@ class Check:
         max_tokens: int,
         concurrency: int,
         daemon_flags: Sequence[str],
+        reference_device: str | None = None,
     ) -> None:
         self.model = model
         self.dtype = dtype
         self.prompts = prompts
         self.concurrency = concurrency
         self.daemon_flags = daemon_flags
+        self.reference_flags = ["--device", reference_device] if reference_device else []
         # long prompts go on past the end of their answer: what is behind it depends on all of them
         self.requests = [
             {"prompt_ids": prompt.ids, "max_tokens": max_tokens, "ignore_eos": prompt.kind == LONG}
             for prompt in prompts
         ]
-        self.loaded: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}  # what the reference's daemon said
+        self.device = ""  # of the cells
         self.reference: list[Answer] = []
         self._scored: list[Answer] = []  # the reference's, with logprobs
         self._parted: list[tuple[CellResult, int, Difference]] = []
 
     def ask_reference(self) -> None:
         """Plain decoding on one rank: with and without logprobs, which must not change a token."""
-        with launched_daemon(self.model, self._flags((PLAIN, 1))) as (link, self.loaded):
+        flags = [*self._flags((PLAIN, 1)), *self.reference_flags]  # a later one wins
+        with launched_daemon(self.model, flags) as (link, self.loaded):
             self.reference = ask_all(link.address, self.requests, self.concurrency)
             self._scored = ask_all(link.address, _scored(self.requests), self.concurrency)
         for index, (plain, scored) in enumerate(zip(self.reference, self._scored, strict=True)):
@@ -129,6 +135,7 @@ class Check:
         """Asks a cell; answers that differ wait for `judge`."""
         with launched_daemon(self.model, self._flags(cell)) as (link, loaded):
             check_loaded(cell, loaded)
+            self.device = loaded["device"]
             answers = ask_all(link.address, self.requests, self.concurrency)
             result, differ = tally(cell, answers, self.reference)
             again = ask_all(link.address, _scored([self.requests[i] for i in differ]), self.concurrency)
@@ -183,7 +190,8 @@ class Check:
             "fingerprint": self.loaded["fingerprint"],
             "planted": planted,
             "dtype": self.loaded["dtype"],
-            "device": self.loaded["device"],
+            "device": self.device,
+            "reference_device": self.loaded["device"],
             "prompts": [{"kind": prompt.kind, "tokens": len(prompt.ids)} for prompt in self.prompts],
             "strict": strict,
             "verdict": verdict_of(results, strict),

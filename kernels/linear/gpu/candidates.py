@@ -114,6 +114,8 @@ def step_candidates(key: GemmKey, now: KernelChoice) -> list[KernelChoice]:
     if key.kind == "residual" and key.rows >= SUM_AFTER_ROWS:
         found += _sum_candidates(key)[:18]
     habits = {name: value for name, value in now.params if name in HABITS}
+    if key.kind == "residual" and now == CUBLAS:
+        habits["SUM_AFTER"] = 1  # what is behind it reads normed rows, as it does behind cuBLAS
     found = [choice if choice == CUBLAS else with_params(choice, **habits) for choice in found]
     return list(dict.fromkeys(found))
 
