@@ -67,13 +67,17 @@ class CellResult:
         }
 
 
-def cells_of(arms: str, tps: str) -> list[Cell]:
-    """Every arm at every tp but the reference itself. Raises ArmError and ValueError."""
+def cells_of(arms: str, tps: str, elsewhere: bool = False) -> list[Cell]:
+    """Every arm at every tp but the reference itself, and that too if the reference runs elsewhere.
+
+    Raises ArmError and ValueError.
+    """
     parsed = parse_arms(arms)
     declined = [arm.name for arm in parsed if arm.declined]
     if declined:
         raise ArmError(f"{', '.join(declined)}: checks hold drafts on, so they take plain and mtp1 to mtp8")
-    return [(arm, tp) for tp in map(int, tps.split(",")) for arm in parsed if (arm, tp) != (PLAIN, 1)]
+    cells = [(arm, tp) for tp in map(int, tps.split(",")) for arm in parsed]
+    return [cell for cell in cells if elsewhere or cell != (PLAIN, 1)]
 
 
 def cell_flags(cell: Cell, dtype: str, daemon_flags: Sequence[str]) -> list[str]:

@@ -70,7 +70,7 @@ def main(
     """Checks that greedy text does not depend on speculation or tp. Flags after `--` go to the daemons."""
     progress = Console(stderr=True)
     try:
-        cells = cells_of(arms, tps)
+        cells = cells_of(arms, tps, reference_device is not None)
         path = resolve(model)
         prompts = short_prompts(path, prompt_count, seed)
         prompts += long_prompts(path, long_count, long_tokens, seed)

@@ -39,6 +39,7 @@ def test_arms_have_names_and_daemon_flags():
 
 
 def test_the_reference_is_no_cell():
+    assert [(arm.name, tp) for arm, tp in cells_of("plain", "1", elsewhere=True)] == [("plain", 1)]
     assert [(arm.name, tp) for arm, tp in cells_of("plain,mtp2", "1,2")] == [
         ("mtp2", 1),
         ("plain", 2),
