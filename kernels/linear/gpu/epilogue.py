@@ -164,15 +164,6 @@ def silu_gated(both: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def add_residual(y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """residual + y, written over y, which is contiguous; both [rows, n]. Returns y."""
-    rows, n = y.shape
-    _add_residual[(triton.cdiv(n, BLOCK), rows)](
-        y, residual, residual.stride(0), n, BLOCK=BLOCK, num_warps=4, **launch_options(y.device)
-    )
-    return y
-
-
 @triton.jit
 def _silu_gated(both, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -187,37 +178,10 @@ def _silu_gated(both, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     tl.store(out + row * n + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _add_residual(y, residual, residual_stride, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < n
-    at = y + row * n + columns
-    total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, total.to(y.dtype.element_ty), mask=inside)
-
-
 AOT_CASES = [
     AotCase(
         _silu_gated,
         {"both": "*bf16", "out": "*bf16", "n": "i32", "BLOCK": "constexpr", "PDL": "constexpr"},
-        {"BLOCK": BLOCK},
-        pdl=True,
-    ),
-    AotCase(
-        _add_residual,
-        {
-            "y": "*bf16",
-            "residual": "*bf16",
-            "residual_stride": "i64",
-            "n": "i32",
-            "BLOCK": "constexpr",
-            "PDL": "constexpr",
-        },
         {"BLOCK": BLOCK},
         pdl=True,
     ),

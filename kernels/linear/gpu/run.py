@@ -12,7 +12,7 @@ import triton
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
-from mstar.kernels.linear.gpu.epilogue import add_residual, silu_gated
+from mstar.kernels.linear.gpu.epilogue import silu_gated
 from mstar.kernels.linear.gpu.parts import add_parts
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.registry import KernelChoice
@@ -94,12 +94,14 @@ def run_linear(
         return torch.empty(0, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
     if norm is not None and known is not None and known.normed is not None and known.multiplier is norm:
         x, norm, known = known.normed, None, None
-    if choice.kernel == "cublas" or x.shape[0] > dot.MOST_ROWS:
-        return _run_cublas(x, weight, kind, norm, eps, residual)
-    if dict(choice.params).get("SUM_AFTER"):
-        if residual is None:
-            raise ValueError(f"SUM_AFTER is for parts of a linear with a residual, not of kind {kind}")
+    if residual is not None:
+        if norm is not None:
+            x = rms_norm_rows(x, norm, eps)
         return run_residual(choice, x, weight, residual, ahead)[0]
+    if choice.kernel == "cublas" or x.shape[0] > dot.MOST_ROWS:
+        return _run_cublas(x, weight, kind, norm, eps)
+    if dict(choice.params).get("SUM_AFTER"):
+        raise ValueError(f"SUM_AFTER is for a linear with a residual, not for kind {kind}")
     if dict(choice.params).get("NORM_FIRST"):
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
         if norm is not None and not _is_scaled(known, norm):
@@ -123,12 +125,16 @@ def run_residual(
     Where a kernel of its own adds the residual (cuBLAS, and SUM_AFTER), it norms the rows, too. Elsewhere squares are
     counted: with them in use, ptxas asks for the residual at once, and without at the end, where its way is waited
     for (622 us a step of 0.8B against 584). scaled: whether products with the norm's multipliers are wanted there.
-    Returns out [rows, n], and None above 64 rows, where a norm kernel costs nothing beside the rest.
+    Above 64 rows every choice is cuBLAS. Returns out [rows, n], and None with it where there are no rows.
     """
     _check(x, weight, "residual", None, residual)
     rows, n = x.shape[0], weight.shape[0]
-    if rows > dot.MOST_ROWS or rows == 0 or x.stride(1) != 1:
-        return run_linear(choice, x, weight, kind="residual", residual=residual), None
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if rows == 0:
+        return torch.empty(0, n, dtype=x.dtype, device=x.device), None
+    if rows > dot.MOST_ROWS:
+        choice = CUBLAS
     norm = None if ahead is None else ahead.norm
     if choice.kernel == "cublas" or dict(choice.params).get("SUM_AFTER"):
         if choice.kernel == "cublas":
@@ -256,16 +262,13 @@ def _run_cublas(
     kind: str,
     norm: torch.Tensor | None,
     eps: float,
-    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     if norm is not None:
         x = rms_norm_rows(x, norm, eps)
     if kind == "f32":
         return _f32_product(x, weight)
     y = F.linear(x, weight)
-    if kind == "gated":
-        return silu_gated(y)
-    return y if residual is None or kind != "residual" else add_residual(y, residual)
+    return silu_gated(y) if kind == "gated" else y
 
 
 def _f32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -334,7 +334,11 @@ def test_squares_come_in_few_parts_or_in_more_than_a_thread_holds(device, name, 
     assert relative(got, exact("norm", **given)) < BOUNDS["norm"][torch.bfloat16]
 
 
-def test_nothing_is_prepared_above_64_rows(device):
+def test_rows_above_64_are_normed_where_they_are_added_up(device):
     given = arguments("residual", 65, 37, 205, torch.float32, device)
-    out, made = run_residual(CUBLAS, given["x"], given["weight"], given["residual"])
-    assert made is None and relative(out, exact("residual", **given)) < 1e-6
+    norm = torch.rand(37, device=device) + 0.5
+    ahead = Ahead(given["weight"], norm=norm, eps=EPS)
+    out, made = run_residual(FMA, given["x"], given["weight"], given["residual"], ahead)
+    assert relative(out, exact("residual", **given)) < 1e-6
+    assert relative(made.normed, rms_norm(out, norm, EPS)) < 1e-6
+    assert run_residual(FMA, given["x"][:0], given["weight"], given["residual"][:0])[0].shape == (0, 37)
