@@ -35,8 +35,9 @@ class Printer:
         try:
             for event in generation:
                 if isinstance(event, Token):
-                    self._write(event.text, thinking=False)
+                    # first: Ctrl-C may come as soon as it is seen, and what is seen stays in the conversation
                     self.text += event.text
+                    self._write(event.text, thinking=False)
                 elif isinstance(event, Reasoning):
                     self._write(event.text, thinking=True)
                 elif isinstance(event, Done):

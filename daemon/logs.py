@@ -14,6 +14,10 @@ _QUEUE_LINES = 10_000
 
 
 class _DroppingHandler(logging.handlers.QueueHandler):
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """As it is: the writer formats it, and nobody waits for that. What is logged must not change afterwards."""
+        return record
+
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
             self.queue.put_nowait(record)

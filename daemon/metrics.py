@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from mstar.daemon.addresses import AddressError, TcpAddress, parse_host_port
 from mstar.daemon.protocol import Done, ErrorEvent
-from mstar.daemon.registry import LiveRequest, end_name
+from mstar.daemon.registry import LiveRequest, end_name, told
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
@@ -27,13 +27,18 @@ class Metrics:
             ["end"],
             registry=registry,
         )
-        self.tokens = Counter("mstar_tokens", "Tokens of ended requests", ["kind"], registry=registry)
-        self.drafts = Counter(
+        tokens = Counter("mstar_tokens", "Tokens of ended requests", ["kind"], registry=registry)
+        # found once: what a request's end takes, the next request waits for
+        self._prompt, self._completion, self._reasoning = (
+            tokens.labels(kind) for kind in ("prompt", "completion", "reasoning")
+        )
+        drafts = Counter(
             "mstar_spec_drafts",
             "Drafts of ended requests: drafted, and of these accepted",
             ["kind"],
             registry=registry,
         )
+        self._drafted, self._accepted = (drafts.labels(kind) for kind in ("drafted", "accepted"))
         self.spec_steps = Counter("mstar_spec_steps", "Verify steps of ended requests", registry=registry)
         self.queue = Histogram(
             "mstar_queue_seconds", "Arrival to admission", buckets=_SECONDS, registry=registry
@@ -75,13 +80,14 @@ class Metrics:
 
     def request_ended(self, live: LiveRequest, event: Done | ErrorEvent) -> None:
         self.requests.labels(end_name(event)).inc()
-        usage, timings = live.usage(), live.timings()
-        self.tokens.labels("prompt").inc(usage.prompt_tokens)
-        self.tokens.labels("completion").inc(usage.completion_tokens)
-        self.tokens.labels("reasoning").inc(usage.reasoning_tokens)
-        self.drafts.labels("drafted").inc(live.spec.drafted)
-        self.drafts.labels("accepted").inc(live.spec.accepted)
-        self.spec_steps.inc(live.spec.steps)
+        usage, timings = told(live, event)
+        self._prompt.inc(usage.prompt_tokens)
+        self._completion.inc(usage.completion_tokens)
+        self._reasoning.inc(usage.reasoning_tokens)
+        if live.spec.steps:
+            self._drafted.inc(live.spec.drafted)
+            self._accepted.inc(live.spec.accepted)
+            self.spec_steps.inc(live.spec.steps)
         if timings.queue_ms is not None:
             self.queue.observe(timings.queue_ms / 1e3)
         if timings.ttft_ms is not None:

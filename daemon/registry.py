@@ -143,11 +143,18 @@ class Registry:
         return True
 
     def _count(self, live: LiveRequest, event: Done | ErrorEvent) -> None:
-        usage, totals = live.usage(), self.totals
+        usage, totals = event.usage if isinstance(event, Done) else live.usage(), self.totals
         totals.ends[end_name(event)] += 1
         totals.prompt_tokens += usage.prompt_tokens
         totals.completion_tokens += usage.completion_tokens
         totals.reasoning_tokens += usage.reasoning_tokens
+
+
+def told(live: LiveRequest, event: Done | ErrorEvent) -> tuple[Usage, Timings]:
+    """A request's counts and times as its end has told them, or as they are where it failed."""
+    if isinstance(event, Done):
+        return event.usage, event.timings
+    return live.usage(), live.timings()
 
 
 def end_name(event: Done | ErrorEvent) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from dataclasses import dataclass
 
 from mstar.daemon.loading import ModelHost
 from mstar.daemon.protocol import Done, ErrorEvent, Pool, RankStatus, SpecStats, StatsEvent, StatusEvent
-from mstar.daemon.registry import LiveRequest, Registry
+from mstar.daemon.registry import LiveRequest, Registry, told
 from mstar.daemon.speculation import mean_accepted
 from mstar.ranks.messages import EngineStats
 
@@ -86,9 +87,19 @@ def stats_event(engine: EngineStats | None, registry: Registry, id: str | int | 
     return event
 
 
+@dataclass(frozen=True, slots=True)
+class RequestLine:
+    """The log's one line about a finished request, made by the thread that writes it."""
+
+    live: LiveRequest
+    event: Done | ErrorEvent
+
+    def __str__(self) -> str:
+        return request_line(self.live, self.event)
+
+
 def request_line(live: LiveRequest, event: Done | ErrorEvent) -> str:
-    """The log's one line about a finished request."""
-    usage, timings = live.usage(), live.timings()
+    usage, timings = told(live, event)
     if isinstance(event, Done):
         how: str = event.finish_reason
     else:

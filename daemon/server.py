@@ -327,7 +327,7 @@ class Server:
         self.metrics.request_ended(live, event)
         if not len(self.registry):
             self._idle.set()
-        log.info("%s", reports.request_line(live, event))
+        log.info("%s", reports.RequestLine(live, event))
 
     async def _drain(self) -> None:
         """Waits for live requests: all ended, or `drain_s` over, or hurried."""

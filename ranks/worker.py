@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import zmq
 
-from mstar.kernels.rows import PREFILL_CHUNK
 from mstar.loader.errors import LoadError
 from mstar.ranks import shard as shards
 from mstar.ranks.cache import BLOCK_SIZE
@@ -45,8 +44,6 @@ STEP_LIMIT_S = 120.0
 # no more: a stream's next token waits for 128 rows, not 512. A GPU needs more rows to be busy.
 CPU_PREFILL_BUDGET, CPU_MIXED_BUDGET = 512, 128
 GPU_PREFILL_BUDGET, GPU_MIXED_BUDGET = 4096, 1024
-# Beside decodes a small model runs more of a prompt: what takes about 15 ms at 500 TFLOP/s.
-GPU_MIXED_OPERATIONS = 8e12
 
 COMMANDS_A_STEP = 256  # drained between two steps: a burst of submits delays nobody's step by more
 
@@ -107,7 +104,7 @@ class Rank:
                 backend = SlotBackend(executor, vocab_size)
             else:
                 backend = MeshBackend(executor, shard.collective, vocab_size, line.send)
-            limits = self._limits(sizes, shard.trunk.params)
+            limits = self._limits(sizes)
             steps = self._device_steps(shard, executor, sampler)
             leader = Leader(backend, sampler, shard.chain(setup), steps)
             if steps is not None:
@@ -198,14 +195,14 @@ class Rank:
         buckets = decode_buckets(self.spec.max_num_seqs)
         return DeviceSteps(executor, sampler, shard.config.vocab_size, buckets, self.spec.eager)
 
-    def _limits(self, sizes: Sizes, params: int) -> Limits:
+    def _limits(self, sizes: Sizes) -> Limits:
         on_cpu = self.spec.device == "cpu"
         return Limits(
             max_seq=self.spec.max_seq,
             max_num_seqs=self.spec.max_num_seqs,
             kv_blocks=sizes.kv_blocks - 1,
             prefill_budget=CPU_PREFILL_BUDGET if on_cpu else GPU_PREFILL_BUDGET,
-            mixed_budget=CPU_MIXED_BUDGET if on_cpu else gpu_mixed_budget(params),
+            mixed_budget=CPU_MIXED_BUDGET if on_cpu else GPU_MIXED_BUDGET,
             drafts=self.spec.spec_k,
             buckets=() if on_cpu else DECODE_BUCKETS,
         )
@@ -234,12 +231,6 @@ class Rank:
             memory=memory,
             notes=shard.notes,
         )
-
-
-def gpu_mixed_budget(params: int) -> int:
-    """Prompt tokens of a step beside decodes, for a model of so many parameters on one GPU."""
-    tokens = int(GPU_MIXED_OPERATIONS / (2 * params)) // PREFILL_CHUNK * PREFILL_CHUNK
-    return min(GPU_PREFILL_BUDGET, max(GPU_MIXED_BUDGET, tokens))
 
 
 def _failed(rank: int, error: Exception) -> Failed:

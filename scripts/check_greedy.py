@@ -141,7 +141,10 @@ class Check:
             again = ask_all(link.address, _scored([self.requests[i] for i in differ]), self.concurrency)
         for index, scored in zip(differ, again, strict=True):
             place = first_difference(answers[index].ids, self.reference[index].ids)
-            if place is None or scored.ids[: place + 1] != answers[index].ids[: place + 1]:
+            # On a CPU an answer is one, whatever shares its batch. On a GPU the rows of a step choose its kernels, so
+            # this one may part where it is judged, and what it would have been is among its best two all the same.
+            alike = None if place is None else place + (1 if self.device.startswith("cpu") else 0)
+            if place is None or scored.ids[:alike] != answers[index].ids[:alike]:
                 why = (
                     "equal ids, other text or reason" if place is None else "another answer when asked again"
                 )
@@ -152,7 +155,7 @@ class Check:
                 for run in (scored, self._scored[index])
             )
             ids = self.reference[index].ids
-            self._parted.append((result, index, difference(place, scored.ids, ids, mine, theirs)))
+            self._parted.append((result, index, difference(place, answers[index].ids, ids, mine, theirs)))
         return result
 
     def judge(self, results: Sequence[CellResult]) -> None:

@@ -12,7 +12,6 @@ import torch
 from mstar.loader.errors import LoadError
 from mstar.ranks import messages as m
 from mstar.ranks.shard import rank_device
-from mstar.ranks.worker import gpu_mixed_budget
 from tests.ranks.mesh import WAIT_S, Mesh
 
 PROMPTS = {1: [5], 2: list(range(100, 165)), 3: [7, 8, 9] * 50, 4: [11, 12]}
@@ -110,8 +109,3 @@ def test_a_load_on_a_gpu_that_is_not_there_says_so():
     spec = m.LoadSpec("m", 1, "cuda", "bf16", 64, 1, 0.9, {}, 1, "")
     with pytest.raises(LoadError, match="sees no GPU"):
         rank_device(spec, 0)
-
-
-def test_a_small_model_runs_more_of_a_prompt_beside_decodes():
-    budgets = [gpu_mixed_budget(params) for params in (752_000_000, 1_900_000_000, 9 * 10**9, 27 * 10**9)]
-    assert budgets == [4096, 2048, 1024, 1024]
