@@ -47,7 +47,7 @@ def begin_step(
     _begin_step[(sequences * rows_per_seq, triton.cdiv(hidden, block))](
         slots, ahead, lengths, table, x, starts, fresh,
         ahead.stride(0), table.stride(0), hidden, vocab_start, local,
-        ROWS_PER_SEQ=rows_per_seq, WHOLE=vocab_local is None, BLOCK=block,
+        ROWS_PER_SEQ=rows_per_seq, WHOLE=vocab_local is None, BLOCK=block, THREADS=128,
         num_warps=4, **launch_options(table.device),
     )  # fmt: skip
     return x, starts, fresh
@@ -57,7 +57,7 @@ def begin_step(
 def _begin_step(
     slots, ahead, lengths, table, x, starts, fresh,
     ahead_stride, table_stride, hidden, vocab_start, vocab_local,
-    ROWS_PER_SEQ: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ROWS_PER_SEQ: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     sequence = row // ROWS_PER_SEQ
@@ -78,6 +78,11 @@ def _begin_step(
     if (place == 0) & (tl.program_id(1) == 0):
         tl.store(starts + sequence, tl.load(lengths + slot).to(tl.int64))
         tl.store(fresh + sequence, (slot == 0).to(tl.uint8))
+    if PDL:
+        # A program that has ended has not yet been seen everywhere, and kernels behind may read before their wait.
+        thread = tl.arange(0, THREADS)
+        fence: tl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, $1;"
+        tl.inline_asm_elementwise(fence, "=r,r", [thread], tl.int32, is_pure=False, pack=1)
 
 
 AOT_CASES = [
@@ -99,9 +104,10 @@ AOT_CASES = [
             "ROWS_PER_SEQ": "constexpr",
             "WHOLE": "constexpr",
             "BLOCK": "constexpr",
+            "THREADS": "constexpr",
             "PDL": "constexpr",
         },
-        {"ROWS_PER_SEQ": rows_per_seq, "WHOLE": whole, "BLOCK": _BLOCK},
+        {"ROWS_PER_SEQ": rows_per_seq, "WHOLE": whole, "BLOCK": _BLOCK, "THREADS": 128},
         pdl=True,
     )
     for dtype, rows_per_seq, whole in (("bf16", 1, True), ("bf16", 4, False), ("fp32", 1, True))
