@@ -153,7 +153,7 @@ class Trunk:
             block_tables=tables,
             pending=None if registers.pending is None else registers.pending.index_select(0, slots),
             table_rows=slots if by_slot else None,
-            settled=True,
+            settled=registers.pending is None,  # which a kernel behind `begin_step` gathers
         )
         x = self._run(x, rows, caches)
         return self.ops.rms_norm(x, self.norm, self.config.rms_norm_eps), starts

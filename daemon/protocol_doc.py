@@ -84,10 +84,10 @@ says why, and the next `load` works.
 
 **Speculation.** With an MTP head (`mtp.*` weights, or one `*.mtp.safetensors` file beside the model) a load
 drafts `spec.mtp_k` tokens a step and checks them in one pass: the text is that of plain decode, greedy and under a
-seed. `loaded.spec` says what was decided, and why not where it was not; `spec.mtp: on` refuses a model without a
-head that can be used. A request's own `spec` narrows it: `mtp: off`, or fewer drafts; more than `loaded.spec.k` is
-refused. `tau` is accepted drafts a verify step; the token that the prompt's own step yields belongs to none. Drafts
-that a stop or a length cut off are in no count of accepted ones.
+seed (in bf16 on a GPU up to near-ties). `loaded.spec` says what was decided, and why not where it was not;
+`spec.mtp: on` refuses a model without a head that can be used. A request's own `spec` narrows it: `mtp: off`, or
+fewer drafts; more than `loaded.spec.k` is refused. `tau` is accepted drafts a verify step; the token that the
+prompt's own step yields belongs to none. Drafts that a stop or a length cut off are in no count of accepted ones.
 
 **Not built yet, so refused** as `unsupported` with the field's name: `tools` and tool messages, parts other than
 text, `kv_dtype: q8`, `spec.draft_head: fp8`, `spec.ngram`, `spec.dflash` and `spec.dspark`.

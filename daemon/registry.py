@@ -143,7 +143,7 @@ class Registry:
         return True
 
     def _count(self, live: LiveRequest, event: Done | ErrorEvent) -> None:
-        usage, totals = event.usage if isinstance(event, Done) else live.usage(), self.totals
+        (usage, _), totals = told(live, event), self.totals
         totals.ends[end_name(event)] += 1
         totals.prompt_tokens += usage.prompt_tokens
         totals.completion_tokens += usage.completion_tokens

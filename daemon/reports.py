@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from dataclasses import dataclass
 
 from mstar.daemon.loading import ModelHost
 from mstar.daemon.protocol import Done, ErrorEvent, Pool, RankStatus, SpecStats, StatsEvent, StatusEvent
@@ -87,34 +86,31 @@ def stats_event(engine: EngineStats | None, registry: Registry, id: str | int | 
     return event
 
 
-@dataclass(frozen=True, slots=True)
 class RequestLine:
-    """The log's one line about a finished request, made by the thread that writes it."""
+    """The log's one line about a finished request, made by the thread that writes it.
 
-    live: LiveRequest
-    event: Done | ErrorEvent
+    It keeps what the line says and nothing of the request: lines may wait, and prompts are long.
+    """
+
+    __slots__ = ("_how", "_key", "_peer", "_spec", "_timings", "_usage")
+
+    def __init__(self, live: LiveRequest, event: Done | ErrorEvent) -> None:
+        self._key, self._peer = live.key, live.peer.name
+        self._usage, self._timings = told(live, event)
+        if isinstance(event, Done):
+            self._how, self._spec = str(event.finish_reason), event.spec
+        else:
+            self._how, self._spec = f"{event.error_class} ({event.message})", live.spec.report()
 
     def __str__(self) -> str:
-        return request_line(self.live, self.event)
-
-
-def request_line(live: LiveRequest, event: Done | ErrorEvent) -> str:
-    usage, timings = told(live, event)
-    if isinstance(event, Done):
-        how: str = event.finish_reason
-    else:
-        how = f"{event.error_class} ({event.message})"
-    return (
-        f"id={live.key[0]!r} attempt={live.key[1]} {how}: prompt {usage.prompt_tokens}, "
-        f"completion {usage.completion_tokens}, queue {_shown(timings.queue_ms)} ms, "
-        f"ttft {_shown(timings.ttft_ms)} ms, prefill {_shown(timings.prefill_tok_s)} tok/s, "
-        f"decode {_shown(timings.decode_tok_s)} tok/s{_spec(live)} ({live.peer.name})"
-    )
-
-
-def _spec(live: LiveRequest) -> str:
-    report = live.spec.report()
-    return f", {report.tokens_per_step:.2f} tokens a step" if report.steps else ""
+        (id, attempt_id), usage, timings, spec = self._key, self._usage, self._timings, self._spec
+        steps = f", {spec.tokens_per_step:.2f} tokens a step" if spec.steps else ""
+        return (
+            f"id={id!r} attempt={attempt_id} {self._how}: prompt {usage.prompt_tokens}, "
+            f"completion {usage.completion_tokens}, queue {_shown(timings.queue_ms)} ms, "
+            f"ttft {_shown(timings.ttft_ms)} ms, prefill {_shown(timings.prefill_tok_s)} tok/s, "
+            f"decode {_shown(timings.decode_tok_s)} tok/s{steps} ({self._peer})"
+        )
 
 
 def _pool(total: int, free: int) -> Pool:

@@ -22,7 +22,7 @@ from mstar.ranks.plan import StepPlan
 
 ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 SEQUENCES = (1, 4, 16, 64)
-ROWS_A_SEQUENCE = 16  # of a shape, at least: many short prompts take the next larger one
+ROWS_A_SEQUENCE = 4  # of a shape, at least: more and shorter prompts take the next larger one
 # Operations up to which a part is captured: at 500 TFLOP/s 40 ms, what the host takes for 32 to 64 layers.
 MOST_OPERATIONS = 2e13
 

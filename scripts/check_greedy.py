@@ -127,6 +127,11 @@ class Check:
         with launched_daemon(self.model, flags) as (link, self.loaded):
             self.reference = ask_all(link.address, self.requests, self.concurrency)
             self._scored = ask_all(link.address, _scored(self.requests), self.concurrency)
+        if not self.loaded["device"].startswith("cpu"):
+            # a step's rows choose its kernels there: an answer may part from itself, at near-ties
+            raise CheckError(
+                f"on {self.loaded['device']} answers depend on their batch: give --reference-device cpu"
+            )
         for index, (plain, scored) in enumerate(zip(self.reference, self._scored, strict=True)):
             if plain.outcome != scored.outcome:
                 raise CheckError(f"prompt {index}: plain decoding on one rank gives two answers")
@@ -136,23 +141,25 @@ class Check:
         with launched_daemon(self.model, self._flags(cell)) as (link, loaded):
             check_loaded(cell, loaded)
             self.device = loaded["device"]
+            on_cpu = self.device.startswith("cpu")
             answers = ask_all(link.address, self.requests, self.concurrency)
             result, differ = tally(cell, answers, self.reference)
-            again = ask_all(link.address, _scored([self.requests[i] for i in differ]), self.concurrency)
-        for index, scored in zip(differ, again, strict=True):
-            place = first_difference(answers[index].ids, self.reference[index].ids)
-            # On a CPU an answer is one, whatever shares its batch. On a GPU the rows of a step choose its kernels, so
-            # this one may part where it is judged, and what it would have been is among its best two all the same.
-            alike = None if place is None else place + (1 if self.device.startswith("cpu") else 0)
-            if place is None or scored.ids[:alike] != answers[index].ids[:alike]:
+            places = {i: first_difference(answers[i].ids, self.reference[i].ids) for i in differ}
+            # Elsewhere an answer may part from itself when it is asked for again, at near-ties, before the difference
+            # even: the one token is asked for, behind what both have.
+            again = [self.requests[i] if on_cpu else self._behind(i, places[i] or 0) for i in differ]
+            scores = ask_all(link.address, _scored(again), self.concurrency)
+        for index, scored in zip(differ, scores, strict=True):
+            place = places[index]
+            if place is None or (on_cpu and scored.ids[: place + 1] != answers[index].ids[: place + 1]):
                 why = (
                     "equal ids, other text or reason" if place is None else "another answer when asked again"
                 )
                 result.add({"prompt": index, "index": place, "verdict": "divergence", "why": why})
                 continue
             mine, theirs = (
-                run.entries[place][1] if place < len(run.entries) else []
-                for run in (scored, self._scored[index])
+                run.entries[at][1] if at < len(run.entries) else []
+                for run, at in ((scored, place if on_cpu else 0), (self._scored[index], place))
             )
             ids = self.reference[index].ids
             self._parted.append((result, index, difference(place, answers[index].ids, ids, mine, theirs)))
@@ -200,6 +207,11 @@ class Check:
             "verdict": verdict_of(results, strict),
             "cells": [cell.as_row() for cell in results],
         }
+
+    def _behind(self, index: int, place: int) -> dict[str, Any]:
+        """A request for the one token that follows `place` tokens of the reference's answer."""
+        ids = self.prompts[index].ids + self.reference[index].ids[:place]
+        return {**self.requests[index], "prompt_ids": ids, "max_tokens": 1}
 
     def _flags(self, cell: Cell) -> list[str]:
         return cell_flags(cell, self.dtype, self.daemon_flags)

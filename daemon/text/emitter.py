@@ -56,6 +56,11 @@ class Vocabulary:
     special_ids: frozenset[int] = field(default_factory=frozenset)
     think_start_id: int | None = None
     think_end_id: int | None = None
+    marks: frozenset[int] = field(init=False)  # all of them
+
+    def __post_init__(self) -> None:
+        ends = {id for id in (self.think_start_id, self.think_end_id) if id is not None}
+        object.__setattr__(self, "marks", self.special_ids | ends)
 
 
 class Emitter:
@@ -83,8 +88,7 @@ class Emitter:
         self._end_id = vocabulary.think_end_id
         self._hidden = vocabulary.special_ids | frozenset(stop_ids)
         self._stops = StopMatcher(stop) if stop else None
-        # ids that are more than text
-        self._marks = self._hidden.union(id for id in (self._start_id, self._end_id) if id is not None)
+        self._marks = vocabulary.marks | frozenset(stop_ids)  # ids that are more than text
         self._thinking = in_think
         self._return_ids = return_ids
         self._min_tokens = min_tokens

@@ -52,10 +52,6 @@ class TextModel:
         self.think_end_id: int | None = self._backend.token_to_id(THINK_END)
         if self.think_start_id is None or self.think_end_id is None:
             self.think_start_id = self.think_end_id = None
-        # what decides whether a prompt ends inside a thinking span
-        self._marks = self.special_ids.union(
-            id for id in (self.think_start_id, self.think_end_id) if id is not None
-        )
         self._vocabulary = Vocabulary(self.special_ids, self.think_start_id, self.think_end_id)
         self._new_detokenizer = self._detokenizer_factory()
 
@@ -110,7 +106,7 @@ class TextModel:
 
         A special token after `<think>` (a turn mark) closes it, so that a user's "<think>" opens nothing.
         """
-        if self.think_start_id is None or self._marks.isdisjoint(prompt_ids):
+        if self.think_start_id is None or self._vocabulary.marks.isdisjoint(prompt_ids):
             return False
         for token_id in reversed(prompt_ids):
             if token_id == self.think_start_id:

@@ -79,7 +79,7 @@ def run_once(key: GemmKey, choice: KernelChoice, known_tiles: tuple[int, ...] | 
             inputs.run(run_linear, choice, weight)
         elif inputs.residual is not None:
             for norm in (None, torch.ones(key.n, device=device)):
-                ahead = Ahead(weight, norm=norm)
+                ahead = Ahead(weight, norm=norm, eps=1e-6)
                 run_residual(choice, inputs.x, weight, inputs.residual, ahead, scaled=norm is not None)
         else:
             prepared: list[Prepared | None] = [None]

@@ -267,3 +267,22 @@ def test_ids_and_logprobs_come_only_when_asked_for():
 def test_hidden_tokens_give_a_piece_only_to_those_who_asked_for_ids():
     assert MODEL.emitter().push([EOS], final=True).pieces == []
     assert MODEL.emitter(return_ids=True).push([EOS], final=True).pieces[0].ids == [EOS]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ids=st.lists(st.sampled_from([*range(260, 300), EOS, THINK, UNTHINK, 6143]), max_size=30),
+    in_think=st.booleans(),
+    return_ids=st.booleans(),
+    stop=st.sampled_from([(), ("e",)]),
+    stop_ids=st.sampled_from([(), (270,)]),
+)
+def test_one_token_at_a_time_takes_a_way_of_its_own_to_the_same_end(
+    ids, in_think, return_ids, stop, stop_ids
+):
+    """A push of one id without logprobs is short-cut; with an entry that says nothing it is not."""
+    options = {"in_think": in_think, "return_ids": return_ids, "stop": stop, "stop_ids": stop_ids}
+    short, long = (MODEL.emitter(**options) for _ in range(2))
+    for token_id in ids:
+        assert short.push([token_id]) == long.push([token_id], [None])
+    assert short.push([], final=True) == long.push([], final=True)

@@ -1,7 +1,9 @@
 """The checks' own judgement: near-ties, exact draws, chi-square, and that a difference is found at all."""
 
 import collections
+import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 import scipy.stats
@@ -11,10 +13,11 @@ from mstar.kernels.gumbel import gumbel_at
 from mstar.loader import resolve
 from mstar.ranks.messages import SamplingParams
 from mstar.ranks.sampler import Sampler
-from mstar.scripts import check_long, check_prompts
+from mstar.scripts import check_greedy, check_long, check_prompts
 from mstar.scripts.arms import PLAIN, ArmError, parse_arms
-from mstar.scripts.check_cells import cells_of, tally, verdict_of
+from mstar.scripts.check_cells import CheckError, cells_of, tally, verdict_of
 from mstar.scripts.check_client import Answer
+from mstar.scripts.check_prompts import CheckPrompt
 from mstar.scripts.check_sampled import SETTINGS
 from mstar.scripts.chi_square import chi_square
 from mstar.scripts.near_ties import allowed_gap, difference, first_difference, ulp
@@ -86,6 +89,71 @@ def test_cells_count_differences_and_say_when_little_was_checked():
     result.add({"verdict": "divergence"})
     assert verdict_of([result], strict=False) == "fail"
     assert verdict_of([], strict=False) == "fail"
+
+
+class Served:
+    """Scripted daemons for check_greedy: what each call of `ask_all` answers, and what it was asked."""
+
+    def __init__(self, monkeypatch, devices, answers):
+        self.asked = []
+        devices, answers = iter(devices), iter(answers)
+
+        @contextlib.contextmanager
+        def launched(model, flags):
+            loaded = {
+                "device": next(devices),
+                "dtype": "bf16",
+                "fingerprint": "f",
+                "spec": {"k": 0, "reason": ""},
+            }
+            yield SimpleNamespace(address=""), loaded
+
+        def ask_all(address, requests, concurrency):
+            self.asked.append(requests)
+            return next(answers) if requests else []
+
+        monkeypatch.setattr(check_greedy, "launched_daemon", launched)
+        monkeypatch.setattr(check_greedy, "ask_all", ask_all)
+        logits = SimpleNamespace(next_logits=lambda ids: torch.tensor([20.0]))
+        monkeypatch.setattr(check_greedy, "OfflineModel", lambda *_: logits)
+
+    def check(self, **given):
+        check = check_greedy.Check("m", "bf16", [CheckPrompt("chat", [1, 2])], 8, 2, (), **given)
+        check.ask_reference()
+        result = check.run_cell((PLAIN, 1))
+        check.judge([result])
+        return result
+
+
+def entries(*tops):
+    return [(None, list(top)) for top in tops]
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(0.2, "near-tie"), (0.3, "divergence")])
+def test_on_a_gpu_the_token_at_the_difference_is_asked_for_alone(monkeypatch, gap, verdict):
+    reference = Answer([5, 9], "ab", "stop", entries([(5, -0.1), (3, -4.0)], [(9, -0.5), (7, -0.6)]))
+    behind = Answer([9], "b", "length", entries([(9, -0.5), (7, -0.5 - gap)]))
+    answers = [[reference], [reference], [Answer([5, 7, 4], "ac", "stop")], [behind]]
+    served = Served(monkeypatch, ["cpu (2 threads a rank)", "NVIDIA H200"], answers)
+    result = served.check(reference_device="cpu")
+    (asked,) = served.asked[-1]
+    assert (asked["prompt_ids"], asked["max_tokens"], asked["logprobs"]) == ([1, 2, 5], 1, 2)
+    assert [detail["verdict"] for detail in result.details] == [verdict]
+    assert result.details[0]["gap"] == pytest.approx(max(gap, 0.1)) and result.details[0]["tokens"] == (7, 9)
+
+
+def test_a_reference_on_a_gpu_is_refused(monkeypatch):
+    served = Served(monkeypatch, ["NVIDIA H200"], [[Answer([5])], [Answer([5])]])
+    with pytest.raises(CheckError, match="--reference-device cpu"):
+        served.check()
+
+
+def test_on_a_cpu_an_answer_that_parts_from_itself_is_a_divergence(monkeypatch):
+    reference = Answer([5, 9], "ab", "stop", entries([(5, -0.1)], [(9, -0.5), (7, -0.6)]))
+    again = Answer([5, 9], "ab", "stop", entries([(5, -0.1)], [(9, -0.5), (7, -0.6)]))
+    answers = [[reference], [reference], [Answer([5, 7], "ac", "stop")], [again]]
+    result = Served(monkeypatch, ["cpu (2 threads a rank)"] * 2, answers).check()
+    assert [detail["why"] for detail in result.details] == ["another answer when asked again"]
 
 
 def test_a_cell_whose_policy_drafted_little_is_no_pass():

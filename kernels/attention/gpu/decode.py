@@ -44,7 +44,7 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
 
     Float32 tiles take twice the shared memory, and their dots are scalar products: smaller and fewer in flight.
     Segments of one tile make a short context faster while the GPU has room for them: a step of 0.8B on one H200 took
-    582 us with 32 keys and 589 with 64 at one sequence of 200 tokens, 942 and 949 at 16, 1,744 and 1,738 at 64.
+    582 us with 32 keys and 590 with 64 at one sequence of 200 tokens, 942 and 949 at 16, 1,744 and 1,740 at 64.
     """
     if dtype == torch.float32:
         return DecodeChoice(block_n=16, num_stages=2, num_warps=4 if block_m <= 16 else 8)

@@ -76,9 +76,8 @@ def _qkv_norm_rope_cache(
         position = tl.load(starts + sequence, cache_modifier=".cg") + row % ROWS_PER_SEQ
     else:
         sequence = row * 0
-        for first in range(
-            0, sequences, 64
-        ):  # whose rows end before this one; any number of them, one kernel
+        # how many end before this row; whatever their number, the kernel is one
+        for first in range(0, sequences, 64):
             index = first + tl.arange(0, 64)
             ends = tl.load(cu_rows + 1 + index, mask=index < sequences, other=row + 1)
             sequence += tl.sum((ends <= row).to(tl.int64), 0)

@@ -44,8 +44,8 @@ class LaunchShape:
     splits: int = 1
 
 
-# Of `python -m mstar.kernels.gdn.gpu.measure`, and in a step of 0.8B on one H200: 576 us with four warps and one
-# sequence, 589 with eight; 764 and 768 with four; 953 and 1,040 with 16. Heads cut in two took more at any number.
+# In a step of 0.8B on one H200: 577 us with four warps and one sequence, 589 with eight; 764 and 767 with four, 953
+# and 1,040 with 16 (docs/measurements/h200_0.8B_variants.json). Heads cut in two took more at any number.
 SHAPE = LaunchShape(num_warps=4)
 
 

@@ -20,7 +20,7 @@ WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
 HABITS = ("AHEAD", "SOON", "SUM_AFTER", "TOUCH")  # what any kernel of a step may do beside its work
 AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
-SUM_AFTER_ROWS = 8  # from so many on, parts of a split may be added up by a kernel of their own
+SUM_AFTER_ROWS = 8  # from so many on, splits that only SUM_AFTER can take are candidates
 MOST_PRELOADED = 4  # tiles of k that a program has on their way at once
 
 # outputs a program, warps, vectors of 16 bytes that a thread reads of each weight row at a time

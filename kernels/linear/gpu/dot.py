@@ -1,7 +1,7 @@
 """Linear of 2 to 64 rows on the tensor cores: W tile [BLOCK_N, BLOCK_K] times x^T tile [BLOCK_K, ROWS].
 
 The weight is the side that the tensor cores want in 16s or 64s, so few rows waste little. Where the outputs alone
-are too few programs for a GPU, k is split over programs; the last of them to arrive adds up, in order.
+are too few programs for a GPU, k is split over programs; the last of them to arrive adds up, in order, or `add_parts`.
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ ARGUMENTS = {
     "counters": "*i32", "rows": "i32", "n": "i32", "known_tiles": "i32",
     **AHEAD,
 }  # fmt: skip
+# what a split has not whose parts a kernel of their own adds up
+PARTS_STAY = ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters")
 _SIGNATURE = ARGUMENTS | dict.fromkeys(_CONSTANTS, "constexpr")
 _TILE = {
     "K": 1024, "KNOWN": 1, "ROWS": 16, "GATED": False, "BLOCK_N": 32, "BLOCK_K": 128, "SPLIT_K": 1, "PREFETCH": 1,
@@ -190,6 +192,7 @@ AOT_CASES = [
         BLOCK_K=64,
     ),
     _case(("norm", "known"), SPLIT_K=4, TOUCH=1),
+    _case(PARTS_STAY, "*fp32", SPLIT_K=4, BLOCK_N=64),
     _case(
         ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters"),
         "*fp32",

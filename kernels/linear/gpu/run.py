@@ -37,9 +37,8 @@ COUNTERS = 1 << 14  # programs that a split launch may have; a split is for laun
 class Prepared:
     """What a residual's kernel leaves, beside its result, for the norm behind it."""
 
-    squares: torch.Tensor | None = (
-        None  # [tiles, rows] float32; columns add up to the squares of the result's rows
-    )
+    # [tiles, rows] float32, whose columns add up to the squares of the result's rows
+    squares: torch.Tensor | None = None
     scaled: torch.Tensor | None = None  # [rows, n], the model's dtype: the result times the multiplier
     multiplier: torch.Tensor | None = None  # [n] float32, of the norm
     normed: torch.Tensor | None = None  # [rows, n], the model's dtype: the result normed
@@ -106,10 +105,7 @@ def run_linear(
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
         if norm is not None and not _is_scaled(known, norm):
             x, norm = rms_norm_rows(x, norm, eps), None
-    call = skinny_call(
-        choice, x, weight, kind=kind, norm=norm, eps=eps, residual=residual, known=known, ahead=ahead
-    )
-    return call.start()
+    return skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead).start()
 
 
 def run_residual(
@@ -142,7 +138,9 @@ def run_residual(
         else:
             parts = skinny_call(choice, x, weight, kind="plain", ahead=ahead).start()
         parts = parts.view(-1, rows, n)
-        out, normed = add_parts(parts, residual, norm, 0.0 if ahead is None else ahead.eps)
+        eps = 0.0 if ahead is None else ahead.eps
+        assert norm is None or eps > 0, "a norm without its eps"
+        out, normed = add_parts(parts, residual, norm, eps)
         return out, Prepared(multiplier=norm, normed=normed)
     if not scaled:
         norm = None

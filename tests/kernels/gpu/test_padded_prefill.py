@@ -128,9 +128,9 @@ def test_what_no_shape_holds_runs_as_it_is(engines):
     assert steps.shape_of(part()) is None
     assert steps.shape_of(part(*((1, 0, 1, False) for _ in range(65)))) is None
     assert steps.shape_of(part((1, 0, 4097, False))) is None
-    assert steps.shape_of(part(*((1, 0, 1, False) for _ in range(17)))) == Shape(1024, 64)
+    assert steps.shape_of(part(*((1, 0, 1, False) for _ in range(17)))) == Shape(256, 64)
     assert steps.shape_of(part((1, 0, 60, False), (2, 0, 5, False))) == Shape(128, 4)
-    assert steps.shape_of(part(*((1, 0, 2, False) for _ in range(5)))) == Shape(256, 16)
+    assert steps.shape_of(part(*((1, 0, 2, False) for _ in range(5)))) == Shape(64, 16)
 
 
 def test_shapes_end_where_the_device_takes_longer_than_the_host():
