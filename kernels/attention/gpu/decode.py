@@ -54,7 +54,12 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
 
 
 def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
-    """Segments of the grid for `programs` pairs of a sequence and KV head, none longer than `most_keys` keys."""
+    """Segments of the grid for `programs` pairs of a sequence and KV head, none longer than `most_keys` keys.
+
+    Both count as the next power of two: kernels are compiled for a number of segments, and a table that grows with
+    the context, or another number of sequences, is to need few of them.
+    """
+    programs, most_keys = triton.next_power_of_2(programs), triton.next_power_of_2(most_keys)
     wanted = -(-choice.programs * multiprocessors(device) // programs)
     return max(1, min(wanted, -(-most_keys // choice.least_keys)))
 
