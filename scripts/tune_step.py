@@ -253,11 +253,8 @@ def main(
         loaded = OfflineModel(model, dtype, "cuda")
     except LoadError as error:
         raise click.ClickException(f"{error}") from error
-    from mstar.kernels.linear.gpu.candidates import (
-        step_candidates,
-        variants,
-        with_params,
-    )  # Triton, which needs a GPU
+    # Triton, which needs a GPU
+    from mstar.kernels.linear.gpu.candidates import step_candidates, variants, with_params
 
     where = device_name(loaded.device)
     if table_path is not None:

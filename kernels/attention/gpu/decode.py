@@ -19,7 +19,7 @@ from mstar.kernels.rows import Rows
 # Blocks of keys that a program asks the second cache for before its wait: all of a short context's, and of a long
 # one's not so many that they push each other out.
 BLOCKS_ASKED = tl.constexpr(8)
-MOST_PAIRS_SPREAD = 32
+MOST_PAIRS_SPREAD = 32  # of a sequence and KV head, up to which a tile of keys is a program's
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,10 @@ def attend_decode(
     count = rows.sequences * per_seq
     group = heads // weights.kv_heads
     block_m = max(16, triton.next_power_of_2(group * per_seq))
-    choice = choice or default_choice(proj.dtype, block_m, rows.sequences * weights.kv_heads)
+    pairs = rows.sequences * weights.kv_heads
+    choice = choice or default_choice(proj.dtype, block_m, pairs)
     most_keys = rows.block_tables.shape[1] * k_cache.shape[-1]
-    cut = segments(choice, rows.sequences * weights.kv_heads, most_keys, device)
+    cut = segments(choice, pairs, most_keys, device)
     out = torch.empty(count, heads * dim, dtype=proj.dtype, device=device)
     parts = torch.empty(count * heads * cut if cut > 1 else 0, dim, dtype=torch.float32, device=device)
     sums = torch.empty(parts.shape[0], dtype=torch.float32, device=device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mstar.kernels.linear.gpu.ahead import ask_second_cache
+
 LOG2_E = 1.4426950408889634
 
 
@@ -97,7 +99,4 @@ def ask_for_keys(
             which = tl.minimum(line + thread, 2 * LINES - 1)
             key = (k_head + at + which * LINE).to(tl.int64)
             value = (v_head + at + (which - LINES) * LINE).to(tl.int64)
-            address = tl.where(which < LINES, key, value)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
-            )
+            ask_second_cache(tl.where(which < LINES, key, value))

@@ -56,6 +56,11 @@ def ask_ahead(ahead, lines, first, gap, THREADS: tl.constexpr):
     for at in range(program * THREADS, lines, programs * THREADS):
         line = tl.minimum(at + tl.arange(0, THREADS), lines - 1)
         address = ahead.to(tl.int64) + line.to(tl.int64) * 128 + tl.where(line >= first, gap, 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1
-        )
+        ask_second_cache(address)
+
+
+@triton.jit
+def ask_second_cache(address):
+    """Asks the second cache for the lines of these addresses, int64."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [address], tl.int32, is_pure=False, pack=1)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.linear.gpu.ahead import ask_ahead
-from mstar.kernels.linear.gpu.dot import ARGUMENTS, PARTS_STAY
+from mstar.kernels.linear.gpu.dot import ARGUMENTS, PRODUCT_ALONE
 from mstar.kernels.linear.gpu.epilogue import (
     known_squares,
     known_tile,
@@ -214,10 +214,6 @@ AOT_CASES = [
     _case(("residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, GATED=True),
     _case(("norm", "residual", "sums", "scaled", "multiplier", "scratch", "counters"), KNOWN=64, GATED=True),
     _case(("norm", "known"), SPLIT_K=2, BLOCK_K=512, TOUCH=1, SOON=1),
-    _case(PARTS_STAY, "*fp32", SPLIT_K=2, BLOCK_K=512),
-    _case(
-        ("norm", "known", "residual", "sums", "scaled", "multiplier", "scratch", "counters"),
-        "*fp32",
-        BLOCK_N=32,
-    ),
+    _case(PRODUCT_ALONE, "*fp32", SPLIT_K=2, BLOCK_K=512),
+    _case(PRODUCT_ALONE, "*fp32", BLOCK_N=32),
 ]
