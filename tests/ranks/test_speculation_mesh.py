@@ -46,13 +46,13 @@ def plain() -> dict[int, list[int]]:
 def test_ranks_that_speculate_give_the_tokens_of_plain_decode_on_one(
     plain: dict[int, list[int]], tp: int
 ) -> None:
-    with Mesh(tp, spec_k=3) as mesh:
+    # held: what steps cost is timed at the load, and a busy moment would switch drafts off
+    with Mesh(tp, spec_k=3, spec_fixed=True) as mesh:
         ready = mesh.wait_for(m.Ready)
         assert ready.memory["head"] > 0 and ready.memory["head_kv"] > 0
         tokens, runs = serve(mesh)
         assert tokens == plain
-        # how many of the 3 are in force on this machine is measured
-        assert 1 <= max(run.drafted or 0 for run in runs) <= 3
+        assert max(run.drafted or 0 for run in runs) == 3
         assert all(not run.drafted for run in runs if run.request_id == 5)
         assert mesh.stop() == [0] * tp
 
