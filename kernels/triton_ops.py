@@ -130,6 +130,7 @@ class TritonOps(Ops):
             rows_per_seq=rows_per_seq,
             vocab_start=first_id,
             vocab_local=count,
+            turn=registers.turn,
         )
 
     def filter_thresholds(
@@ -175,6 +176,7 @@ class TritonOps(Ops):
             registers.stop_ids,
             out,
             pending=registers.pending,
+            turn=registers.turn if out.dim() == 3 else None,
         )
 
     def _run(

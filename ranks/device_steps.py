@@ -1,8 +1,8 @@
 """Steps of plain decode that never wait for the device: their rows, draws and registers stay on it.
 
 A decode part runs as one captured graph of its bucket (or, with `eager`, as the same calls on the same shapes), a
-small prefill part as one of its shape (`mstar.ranks.prefill_steps`). What was drawn comes back through pinned memory
-behind an event, so that the host plans and launches step n + 1 while step n runs. What a step draws is what
+small prefill part as one of its shape (`mstar.ranks.prefill_steps`). Draws are written to pinned memory of the host,
+which reads them behind an event, so that it plans and launches step n + 1 while step n runs. What a step draws is what
 `mstar.ranks.leader` would draw; requests that need more than a token's draw (penalties, logprobs, speculation) go
 there.
 """
@@ -20,14 +20,15 @@ from mstar.arch.caches import LayerCache
 from mstar.kernels.compiling import compile_together
 from mstar.kernels.ops import Ops
 from mstar.kernels.staging import staged
-from mstar.kernels.step import StepRegisters
+from mstar.kernels.step import PAGES, StepRegisters
 from mstar.ranks.executor import Executor
 from mstar.ranks.plan import Drawn, StepPlan
 from mstar.ranks.prefill_steps import PrefillSteps
 from mstar.ranks.sampler import Sampler
 
-# Results under way: the step that runs and the one behind it, and one that the host still reads.
-RESULTS = 3
+TIMED_EVERY = (
+    16  # steps, of which two neighbours are timed: an event with a time takes the device 3 us, any other none
+)
 
 
 class StepModel(Protocol):
@@ -35,6 +36,7 @@ class StepModel(Protocol):
 
     ops: Ops
 
+    # begins with the operations' `begin_step`, which moves the registers' turn
     def step(
         self,
         slots: torch.Tensor,
@@ -47,45 +49,52 @@ class StepModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
-    """(token, finish code) of a step's draws on their way to the host: finals from row 0, decoding ones behind."""
+class Events:
+    """What is recorded of a step: its end, and in steps that are timed its begin, too."""
 
-    host: torch.Tensor  # [2 * most, 2] int64, pinned
-    begun: torch.cuda.Event | None  # None, both: at once
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event
+    timed_begin: torch.cuda.Event
+    timed_end: torch.cuda.Event
+
+    @classmethod
+    def make(cls) -> Events:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        return cls(torch.cuda.Event(), begin, end)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step in flight."""
+    """A step in flight.
 
-    results: Results
-    finals: int
-    decodes: int
-    most: int
-    plain: bool  # a decode part alone
-    before: Results | None  # of the step before it, where that was under way when this one was launched
+    finals, decodes: [rows, 2] int64, where (token, finish code) of each draw arrive.
+    """
+
+    finals: torch.Tensor
+    decodes: torch.Tensor
+    arrived: torch.cuda.Event | None  # None: at once
+    began: torch.cuda.Event | None = None  # of a decode part alone that is timed
+    before: torch.cuda.Event | None = (
+        None  # end of the step before it, where that was under way at this one's launch
+    )
 
     @property
     def done(self) -> bool:
-        return self.results.arrived is None or self.results.arrived.query()
+        return self.arrived is None or self.arrived.query()
 
     def wait(self) -> Drawn:
         """What it drew, once the device is there."""
-        if self.results.arrived is not None:
-            self.results.arrived.synchronize()
-        rows = self.results.host[: self.finals].tolist()
-        rows += self.results.host[self.most : self.most + self.decodes].tolist()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        rows = self.finals.tolist() + self.decodes.tolist()
         return Drawn([[token] for token, _ in rows], [code for _, code in rows])
 
     def device_times(self) -> list[tuple[str, float]]:
         """Its time on the device, and what passed between it and the step before it."""
-        begun, arrived = self.results.begun, self.results.arrived
-        if begun is None or arrived is None or not self.plain:
+        if self.began is None or self.arrived is None:
             return []
-        times = [("device", begun.elapsed_time(arrived) / 1e3)]
-        if self.before is not None and self.before.arrived is not None:
-            times.append(("gap", self.before.arrived.elapsed_time(begun) / 1e3))
+        times = [("device", self.began.elapsed_time(self.arrived) / 1e3)]
+        if self.before is not None:
+            times.append(("gap", self.before.elapsed_time(self.began) / 1e3))
         return times
 
 
@@ -128,10 +137,12 @@ class DeviceSteps:
             ahead=executor.ahead,
             lengths=executor.lengths,
             pending=executor.pending if executor.drafts else None,
+            turn=torch.zeros(1, dtype=torch.int64, device=device),
         )
-        self._drawn = torch.zeros(2 * most, 2, dtype=torch.int64, device=device)
-        self._ring = [self._results() for _ in range(RESULTS)]
-        self._turn = 0
+        # by launch, and by decode part, whose turn the device counts along
+        self._finals, self._decodes = (self._pinned(PAGES, most, 2) for _ in range(2))
+        self._launches = self._turn = 0
+        self._events = None if device.type == "cpu" else [Events.make() for _ in range(PAGES)]
         self._latest: Launched | None = None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         # references take prefill's borders from the host
@@ -151,27 +162,38 @@ class DeviceSteps:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Runs all of the plan's rows; returns at once."""
-        executor = self._executor
-        results = self._ring[self._turn]
-        before = self._latest if self._latest is not None and not self._latest.done else None
-        stream = None if results.arrived is None else torch.cuda.current_stream(executor.device)
-        if results.begun is not None and stream is not None:
-            results.begun.record(stream)
-        finals = self._prefill(plan)
-        decodes = len(plan.decode_slots)
-        if decodes:
+        finals = self._finals[self._launches % PAGES]
+        began, before = self._begin(plan)
+        self._sampler.registers.settle()
+        final_count = self._prefill(plan, finals)
+        count = len(plan.decode_slots)
+        if count:
             self.place(plan.decode_slots, plan.decode_bucket)
             filtered = self._sampler.filtered(plan.decode_slots)
             self._decode(plan.decode_bucket, filtered)
-        self._turn = (self._turn + 1) % RESULTS
-        results.host.copy_(self._drawn, non_blocking=True)
-        if results.arrived is not None and stream is not None:
-            results.arrived.record(stream)
-        launched = Launched(
-            results, finals, decodes, self._most, not plan.chunks, None if before is None else before.results
-        )
-        self._latest = launched
-        return launched
+            self._turn = (self._turn + 1) % PAGES
+        decodes = self._decodes[self._turn, :count]
+        self._latest = Launched(finals[:final_count], decodes, self._end(), began, before)
+        self._launches += 1
+        return self._latest
+
+    def _begin(self, plan: StepPlan) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
+        """`began` and `before` of the step to be launched: of every second one that is timed."""
+        if self._events is None or plan.chunks or self._launches % TIMED_EVERY != 1:
+            return None, None
+        began = self._events[self._launches % PAGES].timed_begin
+        began.record(torch.cuda.current_stream(self._executor.device))
+        latest = self._latest
+        return began, latest.arrived if latest is not None and not latest.done else None
+
+    def _end(self) -> torch.cuda.Event | None:
+        """Records the end of the step that was launched."""
+        if self._events is None:
+            return None
+        events = self._events[self._launches % PAGES]
+        arrived = events.timed_end if self._launches % TIMED_EVERY < 2 else events.arrived
+        arrived.record(torch.cuda.current_stream(self._executor.device))
+        return arrived
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int, str], None]) -> None:
@@ -201,6 +223,7 @@ class DeviceSteps:
             else:
                 self._graphs[bucket, filtered] = self.captured(bucket, filtered, pool)
         progress("capture", count, count, "graphs")
+        self._turn_back()
         torch.cuda.synchronize(device)
         self.graph_bytes = max(0, free - torch.cuda.mem_get_info(device)[0])
 
@@ -215,6 +238,7 @@ class DeviceSteps:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             self._body(bucket, filtered)
+        self._turn_back()
         return graph
 
     def free(self) -> None:
@@ -234,10 +258,15 @@ class DeviceSteps:
         """The decode part of `bucket` sequences, of the slots in `_slots`."""
         executor, slots = self._executor, self._slots[:bucket]
         hidden, starts = self._model.step(slots, self._registers, executor.block_table, executor.caches)
-        self._draw(hidden, slots, starts, self._drawn[self._most : self._most + bucket], filtered)
+        self._draw(hidden, slots, starts, self._decodes[:, :bucket], filtered)
 
-    def _prefill(self, plan: StepPlan) -> int:
-        """The prefill part, and the draws of final chunks; returns how many."""
+    def _turn_back(self) -> None:
+        """Steps that nobody reads leave the device's turn ahead of the host's."""
+        assert self._registers.turn is not None
+        self._registers.turn.fill_(self._turn)
+
+    def _prefill(self, plan: StepPlan, out: torch.Tensor) -> int:
+        """The prefill part, and the draws of final chunks, to out [most, 2]; returns how many."""
         executor = self._executor
         hidden = self._prefills.run(plan) if self._prefills is not None else executor.prefill(plan)
         finals = [chunk for chunk in plan.chunks if chunk.final]
@@ -250,7 +279,7 @@ class DeviceSteps:
         at = staged([chunk.start + len(chunk.token_ids) - 1 for chunk in finals], torch.int64, device)
         # the draw moves lengths past a row, the last one of the prompt here
         executor.lengths.index_copy_(0, index.long(), at.to(torch.int32))
-        self._draw(hidden, index, at, self._drawn, self._sampler.filtered(slots))
+        self._draw(hidden, index, at, out[: len(finals)], self._sampler.filtered(slots))
         return len(finals)
 
     def _draw(
@@ -264,7 +293,7 @@ class DeviceSteps:
         ops = self._model.ops
         logits = self._model.logits(hidden)[:, : self._vocab_size]
         least = ops.filter_thresholds(logits, slots, self._registers) if filtered else None
-        ops.draw_step(logits, slots, starts, self._registers, out[: slots.shape[0]], least)
+        ops.draw_step(logits, slots, starts, self._registers, out, least)
 
     def place(self, slots: list[int], bucket: int) -> None:
         """Puts the decode part's slots where the graphs look for them."""
@@ -273,10 +302,5 @@ class DeviceSteps:
             self._slots[:bucket].copy_(staged(padded, torch.int32, self._slots.device))
             self._in_slots[:bucket] = padded
 
-    def _results(self) -> Results:
-        device = self._executor.device
-        on_cpu = device.type == "cpu"
-        host = torch.zeros(2 * self._most, 2, dtype=torch.int64, pin_memory=not on_cpu)
-        if on_cpu:
-            return Results(host, None, None)
-        return Results(host, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+    def _pinned(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, pin_memory=self._executor.device.type != "cpu")

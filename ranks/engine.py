@@ -72,16 +72,18 @@ class Engine:
         scheduler, phases = self._scheduler, self._phases
         begun = time.perf_counter()
         plan = scheduler.plan()
-        for request in scheduler.admitted:
-            self._emit(Started(request.request_id, cached_tokens=0, at=time.monotonic()))
-        for refused in scheduler.failed:
-            self._emit(refused)
+        started = time.monotonic()
         if plan is not None:
             phases.add("plan", time.perf_counter() - begun)
             if self._trace is not None and not self._trace.before_step():
                 self._end_trace()
             with phases.timed("launch"):
                 self._flights.append((plan, self._leader.launch(plan), self._trace))
+        # behind the launch: the device has something to do meanwhile
+        for request in scheduler.admitted:
+            self._emit(Started(request.request_id, cached_tokens=0, at=started))
+        for refused in scheduler.failed:
+            self._emit(refused)
         ahead = 0 if plan is None else self._leader.steps_ahead
         collected = bool(scheduler.failed)
         while self._flights and (len(self._flights) > ahead or self._flights[0][1].done):

@@ -249,14 +249,16 @@ class Executor:
         width = self.block_table.shape[1]
         places: list[int] = []
         blocks: list[int] = []
+        new = [update.slot for update in plan.tables if update.column == 0]
         for update in plan.tables:
-            if update.column == 0:
-                self.block_table[update.slot].zero_()  # of the slot's last owner
             first = update.slot * width + update.column
             places.extend(range(first, first + len(update.blocks)))
             blocks.extend(update.blocks)
-        at = self._tensor(places, torch.int64)
-        self.block_table.view(-1).index_copy_(0, at, self._tensor(blocks, torch.int32))
+        sizes = [len(new), len(places), len(blocks)]
+        slots, at, values = self._tensor(new + places + blocks, torch.int64).split(sizes)
+        if new:
+            self.block_table.index_fill_(0, slots, 0)  # of the slots' last owners
+        self.block_table.view(-1).index_copy_(0, at, values.to(torch.int32))
 
     def _tensor(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
         return staged(values, dtype, self.device)

@@ -27,7 +27,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("draw", r"^(_partial_draws|_merge_draws|row_maxima|count_bins|collect|_select)\b"),
     ("prefill", r"^(_attend_prefill|conv_silu|solve_chunks|walk_chunks|outputs|keep_inputs)\b"),
     ("noise", r"^_gumbel_(rows|at)\b"),
-    ("gdn", r"^(_gdn_decode|_norm_heads)\b"),
+    ("gdn", r"^_gdn_decode\b"),
     ("qkv", r"^_qkv_norm_rope_cache\b"),
     ("attention", r"^(_attend_decode|_reduce_segments)\b"),
     ("norm", r"^_rms_norm_rows\b"),

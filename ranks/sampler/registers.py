@@ -6,7 +6,8 @@ What the host must know to choose a step's work (who is greedy, who has filters)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -38,21 +39,45 @@ class Draw(Enum):
     SORTED = 5  # whatever is left, from the sorted vocabulary
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What every request has a register for; by default as harmless as slot 0's."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    left: int = _NO_LIMIT
+    top_k: int = 0
+    seed: int = 0
+    stops: Sequence[int] = ()
+
+
 class Registers:
-    """Registers of `num_slots` slots, slot 0 included, which takes padding rows and belongs to no request."""
+    """Registers of `num_slots` slots, slot 0 included, which takes padding rows and belongs to no request.
+
+    What slots come and go with is written by `settle`, for all of them at once: a burst of 64 requests would wait
+    for a thousand small copies otherwise.
+    """
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         def per_slot(value: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)
 
+        def together(first: float, second: float, third: float, dtype: torch.dtype) -> torch.Tensor:
+            # each of the three begins at a multiple of 16 bytes: Triton compiles kernels anew for others
+            values = torch.tensor([[first], [second], [third]], dtype=dtype, device=device)
+            return values.repeat(1, -(-num_slots // 4) * 4)
+
         self.vocab_size = vocab_size
         self.device = device
-        self.temperature = per_slot(0.0, torch.float32)
-        self.top_k = per_slot(0, torch.int64)
-        self.top_p = per_slot(1.0, torch.float32)
-        self.min_p = per_slot(0.0, torch.float32)
-        self.seed = per_slot(0, torch.int64)
-        self.left = per_slot(_NO_LIMIT, torch.int64)  # tokens until max_tokens
+        self._floats = together(0.0, 1.0, 0.0, torch.float32)
+        self.temperature = self._floats[0, :num_slots]
+        self.top_p = self._floats[1, :num_slots]
+        self.min_p = self._floats[2, :num_slots]
+        self._ints = together(_NO_LIMIT, 0, 0, torch.int64)
+        self.left = self._ints[0, :num_slots]  # tokens until max_tokens
+        self.top_k = self._ints[1, :num_slots]
+        self.seed = self._ints[2, :num_slots]
         self.held_above = per_slot(_NO_LIMIT, torch.int64)  # while `left` is above, min_tokens is not reached
         # Ids that end the request, padded with -1; as wide as the longest list so far.
         width = _FIRST_STOPS if device.type == "cpu" else _DEVICE_STOPS
@@ -63,6 +88,8 @@ class Registers:
         self.think_start = per_slot(-1, torch.int64)
         self.think_end = per_slot(-1, torch.int64)
 
+        self._unsettled: dict[int, _Row] = {}
+        self._columns = [0] * num_slots  # of `stop_ids`, that may hold an id
         self.stops: list[frozenset[int]] = [frozenset()] * num_slots  # `stop_ids` as the host looks them up
         self.draw: list[Draw] = [Draw.GREEDY] * num_slots
         self.narrow_k: list[int] = [0] * num_slots  # a NARROW slot's top-k
@@ -74,18 +101,19 @@ class Registers:
         """Sets a slot's registers as they stand after `output_ids`, which it drew before a preemption."""
         draw = self._way(params)
         self.draw[slot] = draw
-        if draw is not Draw.GREEDY:
+        stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
+        self.stops[slot] = frozenset(stops)
+        left = params.max_tokens - len(output_ids)
+        if draw is Draw.GREEDY:
+            self._unsettled[slot] = _Row(left=left, stops=stops)
+        else:
             self.sampled.add(slot)
             self.narrow_k[slot] = params.top_k
-            self.temperature[slot].fill_(params.temperature)
-            self.top_k[slot].fill_(params.top_k if params.top_k < self.vocab_size else 0)
-            self.top_p[slot].fill_(params.top_p)
-            self.min_p[slot].fill_(params.min_p)
-            self.seed[slot].fill_(_signed(params.seed))
-        stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
-        self._set_stops(slot, stops)
-        self.stops[slot] = frozenset(stops)
-        self.left[slot].fill_(params.max_tokens - len(output_ids))
+            top_k = params.top_k if params.top_k < self.vocab_size else 0
+            row = _Row(
+                params.temperature, params.top_p, params.min_p, left, top_k, _signed(params.seed), stops
+            )
+            self._unsettled[slot] = row
         if params.min_tokens > 0 and stops:
             self.held_back.add(slot)
             self.held_above[slot].fill_(params.max_tokens - params.min_tokens)
@@ -101,10 +129,29 @@ class Registers:
         self.draw[slot] = Draw.GREEDY
         for members in (self.sampled, self.held_back, self.capped):
             members.discard(slot)
-        self.temperature[slot].fill_(0.0)
-        self.stop_ids[slot].fill_(-1)
         self.stops[slot] = frozenset()
-        self.left[slot].fill_(_NO_LIMIT)
+        self._unsettled[slot] = _Row()
+
+    def settle(self) -> None:
+        """Writes what slots came and went with since the last call; due before a step reads the tensors."""
+        if not self._unsettled:
+            return
+        rows, self._unsettled = self._unsettled, {}
+        slots = list(rows)
+        width = max(max(len(row.stops), self._columns[slot]) for slot, row in rows.items())
+        self._widen(width)
+        ints = slots + [getattr(row, name) for name in ("left", "top_k", "seed") for row in rows.values()]
+        for place in range(width):
+            ints += [row.stops[place] if place < len(row.stops) else -1 for row in rows.values()]
+        floats = [getattr(row, name) for name in ("temperature", "top_p", "min_p") for row in rows.values()]
+        whole = staged(ints, torch.int64, self.device).view(4 + width, -1)
+        index = whole[0]
+        self._ints.index_copy_(1, index, whole[1:4])
+        self._floats.index_copy_(1, index, staged(floats, torch.float32, self.device).view(3, -1))
+        if width:
+            self.stop_ids[:, :width].index_copy_(0, index, whole[4:].T)
+        for slot, row in rows.items():
+            self._columns[slot] = len(row.stops)
 
     def advance(self, tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Counts one token a row and says which rows it ends.
@@ -112,6 +159,7 @@ class Registers:
         tokens, slots: [rows] int64. Returns [rows] int8: RUNNING, STOP or LENGTH; a stop id at the limit is
         STOP.
         """
+        self.settle()
         left = self.left.index_select(0, slots).sub_(1)
         self.left.index_copy_(0, slots, left)
         stop = (self.stop_ids.index_select(0, slots) == tokens.unsqueeze(1)).any(1)
@@ -122,6 +170,7 @@ class Registers:
 
         Returns (tokens up to the first that ends the request, its code) of each run; later ones do not count.
         """
+        self.settle()
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         ends: list[tuple[int, int]] = []
         for slot, run, left in zip(slots, runs, self.left.index_select(0, index).tolist(), strict=True):
@@ -175,14 +224,12 @@ class Registers:
             return Draw.NUCLEUS if on_cpu else Draw.SORTED
         return Draw.FLOOR if params.min_p > 0.0 else Draw.OPEN
 
-    def _set_stops(self, slot: int, stops: Collection[int]) -> None:
-        missing = len(stops) - self.stop_ids.shape[1]
+    def _widen(self, width: int) -> None:
+        missing = width - self.stop_ids.shape[1]
         if missing > 0:
             assert self.device.type == "cpu", "captured steps hold `stop_ids`"
             wider = self.stop_ids.new_full((self.stop_ids.shape[0], missing), -1)
             self.stop_ids = torch.cat([self.stop_ids, wider], dim=1)
-        padded = [*stops, *(-1,) * (self.stop_ids.shape[1] - len(stops))]
-        self.stop_ids[slot].copy_(staged(padded, torch.int64, self.device))
 
     def _admit_think(
         self, slot: int, params: SamplingParams, output_ids: Sequence[int], cap: int, end_id: int

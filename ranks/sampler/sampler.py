@@ -120,6 +120,7 @@ class Sampler:
         change counts for slots that are `stepwise`.
         """
         registers = self.registers
+        registers.settle()
         logits = logits[:, : self.vocab_size]
         if rows := _rows_of(host, self._penalties.members):
             logits = _replace(logits, rows, lambda part, at: self._penalties.apply(part, slots[at]))

@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no GPU: decode at the models' sizes is not tested here", allow_module_level=True)
 
-from mstar.kernels.gdn.gpu.decode import LaunchShape
+from mstar.kernels.gdn.gpu.decode import NUM_WARPS
 from mstar.kernels.gdn.rings import ring_rows
 from tests.support.gdn_decode import (
     Caches,
@@ -101,10 +101,10 @@ def test_a_graph_replays_the_bytes_of_the_launch(sequences, count):
             assert torch.equal(bits(x), bits(want))
 
 
-@pytest.mark.parametrize("shape", [LaunchShape(8), LaunchShape(4, 2), LaunchShape(2, 4)])
-def test_launch_shapes_agree(shape):
+@pytest.mark.parametrize("num_warps", [2, 8])
+def test_numbers_of_warps_agree(num_warps):
     results = []
-    for given in (None, shape):
+    for given in (NUM_WARPS, num_warps):
         w, caches, slots, starts, *_ = beginning("0.8B", 16, 4, torch.float32)
         generator = torch.Generator(DEVICE).manual_seed(11)
         proj = torch.randn(64, w.proj_width, generator=generator, device=DEVICE)

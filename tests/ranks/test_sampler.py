@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from mstar.ranks.messages import SamplingParams, TokenRun, Tokens, pack, unpack
 from mstar.ranks.sampler import FINISH_REASONS, Sampler
+from mstar.ranks.sampler.registers import Registers, _signed
 
 CPU = torch.device("cpu")
 VOCAB = 64
@@ -296,3 +299,40 @@ def test_large_vocabularies_draw_the_same_in_parts():
     for row in (0, 7, 15):
         at = slice(row, row + 1)
         assert int(sampler.draw(logits[at], slots[at], positions[at], [row + 1])[0]) == int(together[row])
+
+
+def test_slots_that_come_and_go_together_have_each_their_own_registers():
+    """Whoever was in a slot before, and whatever others have: stop ids of the longest list are gone with it."""
+    rng = random.Random(3)
+    registers = Registers(VOCAB, 9, CPU)
+    held: dict[int, SamplingParams] = {}
+    for _ in range(40):
+        for slot in rng.sample(range(1, 9), rng.randrange(1, 9)):
+            if held.pop(slot, None) is not None:
+                registers.release(slot)
+            if rng.random() < 0.7:
+                stops = tuple(rng.sample(range(VOCAB), rng.choice((0, 1, 3, 11))))
+                sampled = {
+                    "temperature": rng.uniform(0.1, 2),
+                    "top_p": rng.uniform(0.1, 1),
+                    "min_p": rng.random(),
+                }
+                sampled |= {"top_k": rng.choice((0, 5, 2 * VOCAB)), "seed": rng.randrange(2**64)}
+                more = sampled if rng.random() < 0.5 else {}
+                held[slot] = params(
+                    max_tokens=rng.randrange(5, 99), stop_ids=stops, eos_ids=(VOCAB + 1,), **more
+                )
+                registers.admit(slot, held[slot], [1, 2])
+        registers.settle()
+        for slot in range(9):
+            given = held.get(slot)
+            floats = [float(x[slot]) for x in (registers.temperature, registers.top_p, registers.min_p)]
+            ints = [int(x[slot]) for x in (registers.left, registers.top_k, registers.seed)]
+            stops = {token for token in registers.stop_ids[slot].tolist() if token >= 0}
+            greedy = given is None or given.temperature == 0.0
+            assert floats == pytest.approx(
+                [0.0, 1.0, 0.0] if greedy else [given.temperature, given.top_p, given.min_p], rel=1e-6
+            )
+            assert ints[0] == (2**62 if given is None else given.max_tokens - 2)
+            assert ints[1:] == ([0, 0] if greedy else [given.top_k % (2 * VOCAB), _signed(given.seed)])
+            assert stops == (set() if given is None else set(given.stop_ids))

@@ -16,7 +16,7 @@ from mstar.arch.inputs import DecodeInputs, PrefillInputs
 from mstar.arch.trunk import Trunk
 from mstar.kernels.ops import Ops
 from mstar.kernels.rows import Rows
-from mstar.kernels.step import StepRegisters
+from mstar.kernels.step import StepRegisters, begin_step
 from mstar.loader import read_config, resolve
 from mstar.loader.checkpoint import load_shard
 from mstar.loader.config import ModelConfig
@@ -128,10 +128,10 @@ class CheckingModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`decode` from registers, as `mstar.arch.trunk.Trunk.step`."""
         index = slots.long()
-        starts = registers.lengths[index].long()
+        tokens, starts, _ = begin_step(slots, registers, lambda ids: ids)
         inputs = DecodeInputs(
-            token_ids=registers.ahead[index, 0],
-            seq_lens=registers.lengths[index] + 1,
+            token_ids=tokens,
+            seq_lens=starts.to(torch.int32) + 1,
             slots=slots,
             block_tables=table.index_select(0, index),
             pending=None if registers.pending is None else registers.pending[index],

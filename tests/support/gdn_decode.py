@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from mstar.kernels.gdn import GdnWeights
-from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu
+from mstar.kernels.gdn.gpu.decode import NUM_WARPS, gdn_decode_gpu
 from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.rows import Rows
 
@@ -90,8 +90,8 @@ class Caches:
             if position >= age:
                 self.conv[slot, (position - age) % self.ring] = taps[WIDTH - 1 - age]
 
-    def run(self, proj: torch.Tensor, rows: Rows, shape: LaunchShape | None = None) -> torch.Tensor:
-        return gdn_decode_gpu(proj, self.w, self.state, self.conv, self.window, rows, shape=shape)
+    def run(self, proj: torch.Tensor, rows: Rows, num_warps: int = NUM_WARPS) -> torch.Tensor:
+        return gdn_decode_gpu(proj, self.w, self.state, self.conv, self.window, rows, num_warps=num_warps)
 
 
 def beginnings(

@@ -39,19 +39,29 @@ def conv_silu(
         wanted = (column < tl.where(is_key, KEY_DIM, VALUE_DIM))[None, :]
         row = (row0 + tl.arange(0, BLOCK_R))[:, None]
         inside = (row < end) & wanted
-        acc = tl.zeros([BLOCK_R, DIM], tl.float32)
-        for tap in tl.static_range(WIDTH):  # oldest first
-            source = row - (WIDTH - 1) + tap
-            at = proj + source.to(tl.int64) * proj_stride + channel
-            x = tl.load(at, mask=inside & (source >= first), other=0.0).to(tl.float32)
-            if row0 == first and tap < WIDTH - 1:
-                position = tl.load(starts + seq) + source - first
-                before = inside & (source < first) & (position >= 0) & (tl.load(fresh + seq) == 0)
-                slot = tl.load(slots + seq).to(tl.int64)
-                at = ring + slot * ring_stride + (position & (RING - 1)) * channels + channel
-                x += tl.load(at, mask=before, other=0.0).to(tl.float32)
-            w = tl.load(weight + tap * channels + channel, mask=wanted, other=0.0)
-            acc += x * w
+        # all loads are asked for before any is used: each would wait for memory in turn
+        at = proj + row.to(tl.int64) * proj_stride + channel
+        x3 = tl.load(at, mask=inside, other=0.0)
+        x2 = tl.load(at - proj_stride, mask=inside & (row - 1 >= first), other=0.0)
+        x1 = tl.load(at - 2 * proj_stride, mask=inside & (row - 2 >= first), other=0.0)
+        x0 = tl.load(at - 3 * proj_stride, mask=inside & (row - 3 >= first), other=0.0)
+        SKIP: tl.constexpr = 4 - WIDTH  # a narrower conv has zeros before
+        tap = weight - SKIP * channels + channel
+        w0 = tl.load(tap, mask=wanted & (SKIP < 1), other=0.0)
+        w1 = tl.load(tap + channels, mask=wanted & (SKIP < 2), other=0.0)
+        w2 = tl.load(tap + 2 * channels, mask=wanted, other=0.0)
+        w3 = tl.load(tap + 3 * channels, mask=wanted, other=0.0)
+        if row0 == first:
+            kept = inside & (tl.load(fresh + seq) == 0)
+            of_slot = ring + tl.load(slots + seq).to(tl.int64) * ring_stride + channel
+            shift = tl.load(starts + seq) - first
+            x2 += _before(of_slot, row - 1, first, shift, kept, channels, RING)
+            x1 += _before(of_slot, row - 2, first, shift, kept, channels, RING)
+            x0 += _before(of_slot, row - 3, first, shift, kept, channels, RING)
+        acc = x0.to(tl.float32) * w0
+        acc = tl.fma(x1.to(tl.float32), tl.broadcast_to(w1, acc.shape), acc)
+        acc = tl.fma(x2.to(tl.float32), tl.broadcast_to(w2, acc.shape), acc)
+        acc = tl.fma(x3.to(tl.float32), tl.broadcast_to(w3, acc.shape), acc)
         summed = to_model(acc, u.dtype.element_ty).to(tl.float32)
         y = to_model(summed / (1.0 + tl.exp(-summed)), u.dtype.element_ty)
         tl.store(u + row.to(tl.int64) * channels + channel, y, mask=inside)
@@ -60,6 +70,14 @@ def conv_silu(
             scale = tl.rsqrt(tl.sum(f * f, 1) + 1e-6) * tl.where(head < key_heads, KEY_DIM**-0.5, 1.0)
             rows = row0 + tl.arange(0, BLOCK_R)
             tl.store(scales + head * total + rows, scale, mask=rows < end)
+
+
+@triton.jit
+def _before(of_slot, source, first, shift, kept, channels, RING: tl.constexpr):
+    """The ring's inputs of rows before a sequence's first one here; zeros of other rows, and before its begin."""
+    position = source + shift
+    at = of_slot + (position & (RING - 1)) * channels
+    return tl.load(at, mask=kept & (source < first) & (position >= 0), other=0.0)
 
 
 @triton.jit

@@ -8,8 +8,6 @@ at its own rows' positions alone, and what it reads before them is written by no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -33,20 +31,9 @@ from mstar.kernels.rows import Rows
 MAX_WIDTH = 4  # taps of the conv that a program carries
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchShape:
-    """num_warps: of a program, each with its columns of S. splits: programs a head, by columns of S.
-
-    With splits > 1 a second launch norms what the programs left in float32.
-    """
-
-    num_warps: int
-    splits: int = 1
-
-
-# In a step of 0.8B on one H200: 577 us with four warps and one sequence, 589 with eight; 764 and 767 with four, 953
-# and 1,040 with 16 (docs/measurements/h200_0.8B_variants.json). Heads cut in two took more at any number.
-SHAPE = LaunchShape(num_warps=4)
+# Of a program, each with its columns of S. In a step of 0.8B on one H200: 577 us with four and one sequence, 589 with
+# eight; 764 and 767 with four, 953 and 1,040 with 16 (docs/measurements/h200_0.8B_variants.json).
+NUM_WARPS = 4
 
 
 def gdn_decode_gpu(
@@ -57,7 +44,7 @@ def gdn_decode_gpu(
     window: torch.Tensor,
     rows: Rows,
     *,
-    shape: LaunchShape | None = None,
+    num_warps: int = NUM_WARPS,
 ) -> torch.Tensor:
     """`rows.rows_per_seq` rows of each sequence: the first moves the state, the others are drafts.
 
@@ -68,7 +55,6 @@ def gdn_decode_gpu(
     window: [slots, ring, 2 * value_heads], model dtype, b|a of a position likewise; no rows: a load without drafts.
     rows.pending: the positions right before `starts` that the state is behind by; None: none anywhere. Only
         sequences, rows_per_seq, starts, slots, fresh, pending and settled are read: a decode part is uniform.
-    shape: instead of SHAPE.
     Returns [rows, value_heads * value_dim] in the model dtype.
 
     Slots are distinct but for the sink, whose sequences are fresh; its S is not written, its rings are.
@@ -76,30 +62,19 @@ def gdn_decode_gpu(
     """
     heads, k_dim, v_dim = weights.value_heads, weights.key_dim, weights.value_dim
     count, ring, width = rows.rows_per_seq, conv.shape[1], weights.conv.shape[0]
-    shape = shape or SHAPE
-    _check(proj, weights, state, conv, window, rows, shape)
-    tile = v_dim // shape.splits
-    v_pad = triton.next_power_of_2(tile)
-    columns, lanes = _tile(triton.next_power_of_2(k_dim), v_pad, shape.num_warps)
-    split = shape.splits > 1
-    n = proj.shape[0]
-    out = torch.empty(n, heads * v_dim, dtype=proj.dtype, device=proj.device)
-    summed = torch.empty(n, heads * v_dim, dtype=torch.float32, device=proj.device) if split else out
-    options = launch_options(proj.device)
+    _check(proj, weights, state, conv, window, rows)
+    k_pad, v_pad = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    columns, lanes = _tile(k_pad, v_pad, num_warps)
+    out = torch.empty(proj.shape[0], heads * v_dim, dtype=proj.dtype, device=proj.device)
     pending = rows.pending
-    _gdn_decode[(rows.sequences, heads, shape.splits)](
-        proj, proj.stride(0), summed, state, conv, window, weights.conv, weights.decay, weights.dt_bias,
+    _gdn_decode[(rows.sequences, heads)](
+        proj, proj.stride(0), out, state, conv, window, weights.conv, weights.decay, weights.dt_bias,
         weights.norm, rows.slots, rows.starts, rows.fresh, rows.slots if pending is None else pending, weights.eps,
         KEY_HEADS=weights.key_heads, VALUE_HEADS=heads, K=k_dim, V=v_dim, RING=ring, WIDTH=width, ROWS=count,
-        PENDING=pending is not None, WINDOW=window.shape[1] > 0, SPLITS=shape.splits, SETTLED=rows.settled,
-        K_PAD=triton.next_power_of_2(k_dim), V_PAD=v_pad, LANES=lanes, COLUMNS=columns,
-        num_warps=shape.num_warps, **options,
+        PENDING=pending is not None, WINDOW=window.shape[1] > 0, SETTLED=rows.settled,
+        K_PAD=k_pad, V_PAD=v_pad, LANES=lanes, COLUMNS=columns,
+        num_warps=num_warps, **launch_options(proj.device),
     )  # fmt: skip
-    if split:
-        _norm_heads[(n, heads)](
-            summed, proj, proj.stride(0), weights.norm, out, weights.channels, weights.eps,
-            VALUE_HEADS=heads, V=v_dim, V_PAD=triton.next_power_of_2(v_dim), num_warps=1, **options,
-        )  # fmt: skip
     return out
 
 
@@ -118,7 +93,6 @@ def _check(
     conv: torch.Tensor,
     window: torch.Tensor,
     rows: Rows,
-    shape: LaunchShape,
 ) -> None:
     count, ring, width = rows.rows_per_seq, conv.shape[1], weights.conv.shape[0]
     if not 2 <= width <= MAX_WIDTH:
@@ -130,8 +104,6 @@ def _check(
         )
     if (drafts or rows.pending is not None) and window.shape[1] != ring:
         raise ValueError(f"drafts need the gates' ring: window has {window.shape[1]} rows, conv {ring}")
-    if weights.value_dim % shape.splits:
-        raise ValueError(f"{shape.splits} splits do not divide the value dim, {weights.value_dim}")
     assert proj.shape == (rows.sequences * count, weights.proj_width) and proj.stride(1) == 1
     assert state.is_contiguous() and conv.is_contiguous() and window.is_contiguous()
 
@@ -140,8 +112,8 @@ def _check(
 def _gdn_decode(
     proj, stride, out, state, conv, window, conv_w, decay, dt_bias, norm, slots, starts, fresh, pending, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RING: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    SETTLED: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, WINDOW: tl.constexpr, SETTLED: tl.constexpr,
+    K_PAD: tl.constexpr, V_PAD: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -153,7 +125,6 @@ def _gdn_decode(
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * V
     Z_AT: tl.constexpr = CHANNELS
     GATES_AT: tl.constexpr = CHANNELS + VALUE_HEADS * V
-    TILE: tl.constexpr = V // SPLITS
     DTYPE: tl.constexpr = proj.dtype.element_ty
 
     # S as [lanes, warps, registers, columns]: rows of S by lane and register, columns by warp, four a lane, so that
@@ -169,8 +140,8 @@ def _gdn_decode(
     key = tl.arange(0, K_PAD)[None, :]
     value = tl.arange(0, V_PAD // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     in_k = key < K
-    in_v = value < TILE
-    first = head * V + tl.program_id(2) * TILE  # this program's first column of the value heads'
+    in_v = value < V
+    first = head * V
     key_at = which * KEYS + head // GROUP * K + key
     v_at = 2 * KEYS + first + value
 
@@ -178,8 +149,7 @@ def _gdn_decode(
     wv = load_taps(conv_w, v_at, in_v, CHANNELS, WIDTH)
     head_decay = tl.load(decay + head)
     head_bias = tl.load(dt_bias + head)
-    if SPLITS == 1:
-        w_norm = tl.load(norm + value, mask=in_v, other=0.0)
+    w_norm = tl.load(norm + value, mask=in_v, other=0.0)
 
     if PDL and not SETTLED:
         tl.extra.cuda.gdc_wait()  # what is above reads weights alone; what is below, other kernels' results
@@ -187,11 +157,10 @@ def _gdn_decode(
     slot = tl.load(slots + sequence, cache_modifier=".cg").to(tl.int64)
     start = tl.load(starts + sequence, cache_modifier=".cg")
     kept = tl.load(fresh + sequence, cache_modifier=".cg") == 0
-    s_at = (slot * VALUE_HEADS + head) * K * V + tl.program_id(2) * TILE
     row_of_s = i0 * (K_PAD // LANES) + i2
     column_of_s = i1 * COLUMNS + i3
-    in_s = (row_of_s < K) & (column_of_s < TILE)
-    s_at = state + s_at + row_of_s * V + column_of_s
+    in_s = (row_of_s < K) & (column_of_s < V)
+    s_at = state + (slot * VALUE_HEADS + head) * K * V + row_of_s * V + column_of_s
     s = tl.load(s_at, mask=in_s & kept, other=0.0, cache_modifier=".cg")
 
     ring = conv + slot * RING * CHANNELS
@@ -255,63 +224,26 @@ def _gdn_decode(
         s, o = advance(s, q, k, vh, along, beta, forget, True)
         if index == 0:
             tl.store(s_at, s, mask=in_s & (slot != 0))
-        if SPLITS == 1:
-            o = gated_norm(o, gate, w_norm, in_v, V, eps, DTYPE)
-        tl.store(
-            out + (row + index) * (VALUE_HEADS * V) + first + value, o.to(out.dtype.element_ty), mask=in_v
-        )
+        o = gated_norm(o, gate, w_norm, in_v, V, eps, DTYPE)
+        tl.store(out + (row + index) * (VALUE_HEADS * V) + first + value, o.to(DTYPE), mask=in_v)
 
 
-@triton.jit
-def _norm_heads(
-    summed, proj, stride, norm, out, channels, eps,
-    VALUE_HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The gated norm of one row's head, of what programs of a part of its columns left."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * V
-    value = tl.arange(0, V_PAD)[None, :]
-    in_v = value < V
-    w_norm = tl.load(norm + value, mask=in_v, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    o = tl.load(summed + row * (VALUE_HEADS * V) + first + value, mask=in_v, other=0.0)
-    z = tl.load(proj + row * stride + channels + first + value, mask=in_v, other=0.0)
-    o = gated_norm(o, z, w_norm, in_v, V, eps, out.dtype.element_ty)
-    tl.store(out + row * (VALUE_HEADS * V) + first + value, o.to(out.dtype.element_ty), mask=in_v)
-
-
-def _case(
-    rows: int, pending: bool, dim: int, num_warps: int = 4, splits: int = 1, settled: bool = False
-) -> AotCase:
+def _case(rows: int, pending: bool, dim: int, num_warps: int = NUM_WARPS, settled: bool = False) -> AotCase:
     """A specialisation as a load of bf16 launches it: 16 key heads, 32 value heads of `dim`."""
-    pointers = {"proj": "bf16", "out": "bf16" if splits == 1 else "fp32", "state": "fp32", "conv": "bf16"}
+    pointers = {"proj": "bf16", "out": "bf16", "state": "fp32", "conv": "bf16"}
     pointers |= {"window": "bf16", "conv_w": "fp32", "decay": "fp32", "dt_bias": "fp32", "norm": "fp32"}
     pointers |= {"slots": "i32", "starts": "i64", "fresh": "u8", "pending": "i32"}
-    columns, lanes = _tile(dim, dim // splits, num_warps)
+    columns, lanes = _tile(dim, dim, num_warps)
     constants = {
         "KEY_HEADS": 16, "VALUE_HEADS": 32, "K": dim, "V": dim, "RING": ring_rows(rows - 1), "WIDTH": 4,
-        "ROWS": rows, "PENDING": pending, "WINDOW": pending, "SPLITS": splits, "SETTLED": settled, "K_PAD": dim,
-        "V_PAD": dim // splits, "LANES": lanes, "COLUMNS": columns,
+        "ROWS": rows, "PENDING": pending, "WINDOW": pending, "SETTLED": settled, "K_PAD": dim,
+        "V_PAD": dim, "LANES": lanes, "COLUMNS": columns,
     }  # fmt: skip
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"stride": "i64", "eps": "fp32"}
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
     ordered = {name: signature[name] for name in _gdn_decode.arg_names}
     return AotCase(_gdn_decode, ordered, constants, num_warps=num_warps, pdl=True)
 
-
-_NORM_CASE = AotCase(
-    _norm_heads,
-    {
-        "summed": "*fp32", "proj": "*bf16", "stride": "i64", "norm": "*fp32", "out": "*bf16", "channels": "i32",
-        "eps": "fp32", "VALUE_HEADS": "constexpr", "V": "constexpr", "V_PAD": "constexpr", "PDL": "constexpr",
-    },
-    {"VALUE_HEADS": 32, "V": 128, "V_PAD": 128},
-    num_warps=1,
-    pdl=True,
-)  # fmt: skip
 
 AOT_CASES = [
     _case(1, False, 128, settled=True),
@@ -320,6 +252,4 @@ AOT_CASES = [
     _case(4, True, 128, num_warps=8, settled=True),
     _case(1, False, 64),
     _case(4, True, 64),
-    _case(1, False, 128, splits=2),
-    _NORM_CASE,
 ]

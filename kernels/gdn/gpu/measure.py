@@ -11,7 +11,7 @@ from statistics import median
 import click
 import torch
 
-from mstar.kernels.gdn.gpu.decode import LaunchShape, gdn_decode_gpu
+from mstar.kernels.gdn.gpu.decode import gdn_decode_gpu
 from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.replays import replay_us
@@ -19,8 +19,7 @@ from mstar.kernels.rows import Rows
 
 HEADS = {"0.8B": (16, 16), "9B": (16, 32)}
 SEQUENCES = (1, 4, 16, 64)
-SHAPES = (LaunchShape(4), LaunchShape(8), LaunchShape(4, 2), LaunchShape(2, 2), LaunchShape(2, 4))
-MOST_SPLIT = 16  # sequences: above, there are programs enough
+WARPS = (2, 4, 8)
 DIM, WIDTH = 128, 4
 BYTES_A_US = 4.2e6  # what copies reach on an H200
 COLD_BYTES = 200e6  # four times its L2
@@ -33,7 +32,7 @@ def floor_us(heads: int, sequences: int) -> float:
     return 2 * sequences * heads * DIM * DIM * 4 / BYTES_A_US
 
 
-def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None) -> float:
+def call_us(model: str, sequences: int, count: int, num_warps: int) -> float:
     """Time of one call; count: rows a sequence, of more than one all drafts of the step before are replayed."""
     key_heads, heads = HEADS[model]
     device = torch.device("cuda")
@@ -73,7 +72,7 @@ def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None) -
 
     def run() -> None:
         for rows in parts:
-            gdn_decode_gpu(proj, w, state, conv, window, rows, shape=shape)
+            gdn_decode_gpu(proj, w, state, conv, window, rows, num_warps=num_warps)
 
     run()
     torch.cuda.synchronize()
@@ -83,27 +82,24 @@ def call_us(model: str, sequences: int, count: int, shape: LaunchShape | None) -
     return median(replay_us(graph, REPLAYS)) / calls
 
 
-def cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, int, LaunchShape]]:
+def cases(counts: tuple[int, ...]) -> Iterator[tuple[str, int, int, int]]:
     for model in HEADS:
         for count in counts:
             for sequences in SEQUENCES:
-                for shape in SHAPES:
-                    if shape.splits == 1 or sequences <= MOST_SPLIT:
-                        yield model, count, sequences, shape
+                for num_warps in WARPS:
+                    yield model, count, sequences, num_warps
 
 
 @click.command()
 @click.option("--rows", "counts", type=int, multiple=True, default=(1, 4), help="Rows a sequence.")
 def main(counts: tuple[int, ...]) -> None:
-    """One line a model, batch and launch shape: us a call, and over the floor of the state's bytes."""
+    """One line a model, batch and number of warps: us a call, and over the floor of the state's bytes."""
     click.echo(f"{torch.cuda.get_device_name()}; us a call")
-    click.echo(f"{'model':6}{'rows':>5}{'seqs':>6}{'warps':>7}{'splits':>8}{'us':>9}{'floor':>8}{'ratio':>7}")
-    for model, count, sequences, shape in cases(counts):
-        us = call_us(model, sequences, count, shape)
+    click.echo(f"{'model':6}{'rows':>5}{'seqs':>6}{'warps':>7}{'us':>9}{'floor':>8}{'ratio':>7}")
+    for model, count, sequences, num_warps in cases(counts):
+        us = call_us(model, sequences, count, num_warps)
         floor = floor_us(HEADS[model][1], sequences)
-        click.echo(
-            f"{model:6}{count:5}{sequences:6}{shape.num_warps:7}{shape.splits:8}{us:9.2f}{floor:8.2f}{us / floor:7.2f}"
-        )
+        click.echo(f"{model:6}{count:5}{sequences:6}{num_warps:7}{us:9.2f}{floor:8.2f}{us / floor:7.2f}")
 
 
 if __name__ == "__main__":

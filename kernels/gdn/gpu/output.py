@@ -40,16 +40,14 @@ def outputs(
     state_at = states + (chunk.to(tl.int64) * value_heads + head) * (OUT_PARTS * KEY_DIM * VALUE_DIM)
     state_at += keys[:, None] * VALUE_DIM + column
     o = tl.zeros([CHUNK, VALUE_DIM], tl.float32)
-    for step in tl.range(0, OUT_PARTS * KEY_DIM // BLOCK_K, num_stages=STAGES):
-        q = operand(tl.load(q_at + step * BLOCK_K % KEY_DIM, mask=rows, other=0.0), SPLIT)
-        o = mma(q, tl.load(state_at + step * BLOCK_K * VALUE_DIM), o)
-
     products = tl.zeros([CHUNK, CHUNK], tl.float32)
     for step in tl.range(0, KEY_DIM // BLOCK_K, num_stages=STAGES):
         q = operand(tl.load(q_at + step * BLOCK_K, mask=rows, other=0.0), SPLIT)
         k_at = q_at + key_heads * KEY_DIM + step * BLOCK_K
         k = operand(tl.load(k_at, mask=rows, other=0.0), SPLIT)
         products = mma(q, tl.trans(k), products)
+        for part in tl.static_range(OUT_PARTS):
+            o = mma(q, tl.load(state_at + (part * KEY_DIM + step * BLOCK_K) * VALUE_DIM), o)
     q_scale = tl.load(scales + key_head * total_rows + row, mask=inside, other=0.0)
     k_scale = tl.load(scales + (key_heads + key_head) * total_rows + row, mask=inside, other=0.0)
     # rows past the end: no decay, so that nothing overflows; of a part without rows the first one there is

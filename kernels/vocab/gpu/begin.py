@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import launch_options
+from mstar.kernels.step import PAGES
 
 _BLOCK = 1024
 
@@ -21,6 +22,7 @@ def begin_step(
     rows_per_seq: int,
     vocab_start: int = 0,
     vocab_local: int | None = None,
+    turn: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What a decode step's layers start from.
 
@@ -32,7 +34,7 @@ def begin_step(
     Returns x [B * R, hidden] (row b * R + r is the embedding of ahead[slot, r]; zeros where another rank holds
     the id, so that the ranks' sum is the embedding), starts [B] int64 = lengths[slot], fresh [B] uint8, 1 for
     slot 0. Ids out of the whole table's range (drafts that nobody made) are clamped into this part's range on a
-    table that is whole, and zeros on a part: no load leaves the table.
+    table that is whole, and zeros on a part: no load leaves the table. turn: [1] int64, moved on by one modulo PAGES.
     """
     sequences, width = slots.shape[0], ahead.shape[1]
     assert 1 <= rows_per_seq <= width, f"{rows_per_seq} rows a sequence of {width} tokens ahead"
@@ -45,19 +47,20 @@ def begin_step(
     fresh = torch.empty(sequences, dtype=torch.uint8, device=table.device)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     _begin_step[(sequences * rows_per_seq, triton.cdiv(hidden, block))](
-        slots, ahead, lengths, table, x, starts, fresh,
+        slots, ahead, lengths, table, x, starts, fresh, turn,
         ahead.stride(0), table.stride(0), hidden, vocab_start, local,
-        ROWS_PER_SEQ=rows_per_seq, WHOLE=vocab_local is None, BLOCK=block, THREADS=128,
-        num_warps=4, **launch_options(table.device),
+        ROWS_PER_SEQ=rows_per_seq, WHOLE=vocab_local is None, PAGES=0 if turn is None else PAGES, BLOCK=block,
+        THREADS=128, num_warps=4, **launch_options(table.device),
     )  # fmt: skip
     return x, starts, fresh
 
 
 @triton.jit
 def _begin_step(
-    slots, ahead, lengths, table, x, starts, fresh,
+    slots, ahead, lengths, table, x, starts, fresh, turn,
     ahead_stride, table_stride, hidden, vocab_start, vocab_local,
-    ROWS_PER_SEQ: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    ROWS_PER_SEQ: tl.constexpr, WHOLE: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     sequence = row // ROWS_PER_SEQ
@@ -78,6 +81,8 @@ def _begin_step(
     if (place == 0) & (tl.program_id(1) == 0):
         tl.store(starts + sequence, tl.load(lengths + slot).to(tl.int64))
         tl.store(fresh + sequence, (slot == 0).to(tl.uint8))
+        if PAGES > 0 and row == 0:
+            tl.store(turn, (tl.load(turn) + 1) % PAGES)
     if PDL:
         # A program that has ended has not yet been seen everywhere, and kernels behind may read before their wait.
         thread = tl.arange(0, THREADS)
@@ -96,6 +101,7 @@ AOT_CASES = [
             "x": "*" + dtype,
             "starts": "*i64",
             "fresh": "*u8",
+            "turn": "*i64" if paged else "constexpr",
             "ahead_stride": "i32",
             "table_stride": "i32",
             "hidden": "i32",
@@ -103,12 +109,23 @@ AOT_CASES = [
             "vocab_local": "i32",
             "ROWS_PER_SEQ": "constexpr",
             "WHOLE": "constexpr",
+            "PAGES": "constexpr",
             "BLOCK": "constexpr",
             "THREADS": "constexpr",
             "PDL": "constexpr",
         },
-        {"ROWS_PER_SEQ": rows_per_seq, "WHOLE": whole, "BLOCK": _BLOCK, "THREADS": 128},
+        {
+            "ROWS_PER_SEQ": rows_per_seq,
+            "WHOLE": whole,
+            "BLOCK": _BLOCK,
+            "THREADS": 128,
+            **({"PAGES": PAGES} if paged else {"PAGES": 0, "turn": None}),
+        },
         pdl=True,
     )
-    for dtype, rows_per_seq, whole in (("bf16", 1, True), ("bf16", 4, False), ("fp32", 1, True))
+    for dtype, rows_per_seq, whole, paged in (
+        ("bf16", 1, True, True),
+        ("bf16", 4, False, False),
+        ("fp32", 1, True, True),
+    )
 ]

@@ -26,6 +26,7 @@ def finish_step(
     out: torch.Tensor | None,
     *,
     pending: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
 ) -> None:
     """Moves each row's slot past the token that it drew; one row a slot.
 
@@ -39,28 +40,30 @@ def finish_step(
     stop id, else LENGTH where none is left. A captured step keeps the stop_ids it was captured with: a wider
     tensor needs a new capture.
 
-    out: [rows, 2] int64, receives (token, code), code 0 without registers; None where nobody reads it.
+    out: [rows, 2] int64, receives (token, code), code 0 without registers; None where nobody reads it. With turn, [1]
+    int64, it is [pages, rows, 2] and turn says which page. It may be pinned memory of the host.
     Rows of slot 0 change no register: the sink stays as it is, and their code is 0.
     """
     splits, rows = values.shape
     assert (left is None) == (stop_ids is None), "left and stop_ids are both of the sampler"
     assert values.is_contiguous() and ids.is_contiguous() and slots.is_contiguous()
+    assert out is None or (out.dim() == (2 if turn is None else 3) and out.stride()[-2:] == (2, 1))
     width = 1 if stop_ids is None else stop_ids.shape[1]
     _finish_step[(rows,)](
-        values, ids, slots, ahead, lengths, left, stop_ids, pending, out,
-        rows, splits, ahead.stride(0), width,
+        values, ids, slots, ahead, lengths, left, stop_ids, pending, out, turn,
+        rows, splits, ahead.stride(0), width, 0 if out is None or turn is None else out.stride(0),
         SPLITS=triton.next_power_of_2(splits), WIDTH=triton.next_power_of_2(width),
-        SAMPLER=left is not None, PENDING=pending is not None, OUT=out is not None,
+        SAMPLER=left is not None, PENDING=pending is not None, OUT=out is not None, TURN=turn is not None,
         num_warps=1, **launch_options(values.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _finish_step(
-    values, ids, slots, ahead, lengths, left, stop_ids, pending, out,
-    rows, splits, ahead_stride, width,
+    values, ids, slots, ahead, lengths, left, stop_ids, pending, out, turn,
+    rows, splits, ahead_stride, width, page,
     SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    SAMPLER: tl.constexpr, PENDING: tl.constexpr, OUT: tl.constexpr, PDL: tl.constexpr,
+    SAMPLER: tl.constexpr, PENDING: tl.constexpr, OUT: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if PDL:
@@ -83,11 +86,13 @@ def _finish_step(
         ended = tl.where(stopped, _STOP, tl.where(remaining <= 0, _LENGTH, 0))
         code = tl.where(owned, ended, 0).to(tl.int64)
     if OUT:
+        if TURN:
+            out += tl.load(turn) * page
         tl.store(out + row * 2, token)
         tl.store(out + row * 2 + 1, code)
 
 
-def _case(sampler: bool, pending: bool, out: bool) -> AotCase:
+def _case(sampler: bool, pending: bool, out: bool, turn: bool) -> AotCase:
     kinds = {
         "values": "*fp32",
         "ids": "*i64",
@@ -98,15 +103,21 @@ def _case(sampler: bool, pending: bool, out: bool) -> AotCase:
         "stop_ids": "*i64" if sampler else "constexpr",
         "pending": "*i32" if pending else "constexpr",
         "out": "*i64" if out else "constexpr",
+        "turn": "*i64" if turn else "constexpr",
         "rows": "i32",
         "splits": "i32",
         "ahead_stride": "i32",
         "width": "i32",
+        "page": "i32",
     }
     absent = {name: None for name, kind in kinds.items() if kind == "constexpr"}
-    constants = {"SPLITS": 64, "WIDTH": 4, "SAMPLER": sampler, "PENDING": pending, "OUT": out}
+    constants = {"SPLITS": 64, "WIDTH": 4, "SAMPLER": sampler, "PENDING": pending, "OUT": out, "TURN": turn}
     signature = {**kinds, **dict.fromkeys((*constants, "PDL"), "constexpr")}
     return AotCase(_finish_step, signature, {**absent, **constants}, num_warps=1, pdl=True)
 
 
-AOT_CASES = [_case(True, False, True), _case(True, True, True), _case(False, False, False)]
+AOT_CASES = [
+    _case(True, False, True, True),
+    _case(True, True, True, False),
+    _case(False, False, False, False),
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mstar.kernels.step import PAGES
 from mstar.kernels.vocab.gpu.begin import begin_step
 from mstar.kernels.vocab.gpu.finish import finish_step
 from mstar.ranks.messages import SamplingParams
@@ -73,6 +74,7 @@ def sampler(device: torch.device) -> Registers:
         [((7,), 5), ((7, 8), 1), ((), 1), ((3,), 2), ((), 2**40), ((1, 2, 3, 4, 5, 9), 3)], start=1
     ):
         registers.admit(slot, SamplingParams(most, seed=0, stop_ids=stops), ())
+    registers.settle()
     return registers
 
 
@@ -148,3 +150,20 @@ def test_a_rank_without_a_sampler_moves_tokens_and_lengths_alone(device, with_ou
         assert torch.equal(ahead[other], before[0][other]) and lengths[other] == before[1][other]
     if out is not None:
         assert out.tolist() == [[20, 0], [21, 0], [22, 0]]
+
+
+def test_a_step_writes_to_the_page_whose_turn_it_is(device):
+    """Two steps in flight leave their results side by side; each `begin_step` moves the turn, however many rows."""
+    ahead, lengths = step_registers(1, device)
+    turn = torch.tensor([PAGES - 2], dtype=torch.int64, device=device)
+    table = torch.zeros(2000, 16, device=device)
+    slots = torch.tensor([3, 0, 5], dtype=torch.int32, device=device)
+    out = torch.full((PAGES, 4, 2), -99, dtype=torch.int64, device=device)
+    for count, page in enumerate([PAGES - 1, 0, 1]):
+        begin_step(slots, ahead, lengths, table, rows_per_seq=1, turn=turn)
+        assert turn.tolist() == [page]
+        values, ids = pairs([20 + count, 21, 22], 2, device)
+        finish_step(values, ids, slots, ahead, lengths, None, None, out[:, :3], turn=turn)
+        assert out[page].tolist() == [[20 + count, 0], [21, 0], [22, 0], [-99, -99]]
+    begin_step(slots, ahead, lengths, table, rows_per_seq=1)
+    assert turn.tolist() == [1]
