@@ -270,7 +270,8 @@ class StatsEvent:
         dict[str, list[float]],
         Field(
             description="Parts of the latest 512 steps: p50, p95 and mean in microseconds, and how many. `plan`, "
-            "`launch`, `wait` and `send` are the host's, `device` and `gap` (between two steps) a GPU's"
+            "`launch`, `wait` and `send` are the host's, `device` and `gap` (between two steps) a GPU's, of one "
+            "step in 16"
         ),
     ] = field(default_factory=dict)
     trace: Annotated[
