@@ -80,8 +80,7 @@ def draw_step(
 
     logits: [seqs, vocab] float32; slots: [seqs] int32; starts: [seqs] int64, the position of the row that the
     logits are of: the drawn token will stand one further. out: [seqs, 2] int64, or [PAGES, seqs, 2], of which the
-    registers' turn says the page. least: [seqs] float32, the least
-    scaled logit that a row's filters keep.
+    registers' turn says the page. least: [seqs] float32, the least scaled logit that a row's filters keep.
     """
     if out.dim() == 3:
         assert registers.turn is not None

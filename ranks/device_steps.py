@@ -10,7 +10,7 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,9 +26,8 @@ from mstar.ranks.plan import Drawn, StepPlan
 from mstar.ranks.prefill_steps import PrefillSteps
 from mstar.ranks.sampler import Sampler
 
-TIMED_EVERY = (
-    16  # steps, of which two neighbours are timed: an event with a time takes the device 3 us, any other none
-)
+# Steps, of which two neighbours are timed: an event with a time takes the device 3 us, any other none.
+TIMED_EVERY = 16
 
 
 class StepModel(Protocol):
@@ -73,9 +72,7 @@ class Launched:
     decodes: torch.Tensor
     arrived: torch.cuda.Event | None  # None: at once
     began: torch.cuda.Event | None = None  # of a decode part alone that is timed
-    before: torch.cuda.Event | None = (
-        None  # end of the step before it, where that was under way at this one's launch
-    )
+    before: torch.cuda.Event | None = None  # with `began`: the end of a step that was under way at the launch
 
     @property
     def done(self) -> bool:
@@ -139,6 +136,11 @@ class DeviceSteps:
             pending=executor.pending if executor.drafts else None,
             turn=torch.zeros(1, dtype=torch.int64, device=device),
         )
+        # finals are drawn by what decode parts draw with, so that a load has compiled it; their page the host says
+        self._final_registers = [
+            replace(self._registers, turn=torch.full((1,), page, dtype=torch.int64, device=device))
+            for page in range(PAGES)
+        ]
         # by launch, and by decode part, whose turn the device counts along
         self._finals, self._decodes = (self._pinned(PAGES, most, 2) for _ in range(2))
         self._launches = self._turn = 0
@@ -154,18 +156,18 @@ class DeviceSteps:
         """Whether this runs the plan; nobody of it may need more than a draw."""
         # a chunk that the head follows needs all of its rows' hiddens, final or not: a hole would be attended for ever
         follows = bool(plan.draft_most) or any(chunk.head for chunk in plan.chunks)
-        if follows or plan.decode_counts or len(plan.decode_slots) > self._most:
-            return False
         slots = [chunk.slot for chunk in plan.chunks if chunk.final] + plan.decode_slots
+        if follows or plan.decode_counts or len(slots) > self._most:
+            return False
         return self._sampler.draws_on_device(slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Runs all of the plan's rows; returns at once."""
-        finals = self._finals[self._launches % PAGES]
         began, before = self._begin(plan)
         self._sampler.registers.settle()
-        final_count = self._prefill(plan, finals)
+        page = self._launches % PAGES
+        finals = self._finals[page, : self._prefill(plan, page)]
         count = len(plan.decode_slots)
         if count:
             self.place(plan.decode_slots, plan.decode_bucket)
@@ -173,7 +175,7 @@ class DeviceSteps:
             self._decode(plan.decode_bucket, filtered)
             self._turn = (self._turn + 1) % PAGES
         decodes = self._decodes[self._turn, :count]
-        self._latest = Launched(finals[:final_count], decodes, self._end(), began, before)
+        self._latest = Launched(finals, decodes, self._end(), began, before)
         self._launches += 1
         return self._latest
 
@@ -258,15 +260,15 @@ class DeviceSteps:
         """The decode part of `bucket` sequences, of the slots in `_slots`."""
         executor, slots = self._executor, self._slots[:bucket]
         hidden, starts = self._model.step(slots, self._registers, executor.block_table, executor.caches)
-        self._draw(hidden, slots, starts, self._decodes[:, :bucket], filtered)
+        self._draw(hidden, slots, starts, self._registers, self._decodes[:, :bucket], filtered)
 
     def _turn_back(self) -> None:
         """Steps that nobody reads leave the device's turn ahead of the host's."""
         assert self._registers.turn is not None
         self._registers.turn.fill_(self._turn)
 
-    def _prefill(self, plan: StepPlan, out: torch.Tensor) -> int:
-        """The prefill part, and the draws of final chunks, to out [most, 2]; returns how many."""
+    def _prefill(self, plan: StepPlan, page: int) -> int:
+        """The prefill part, and the draws of final chunks, to a page of their own; returns how many."""
         executor = self._executor
         hidden = self._prefills.run(plan) if self._prefills is not None else executor.prefill(plan)
         finals = [chunk for chunk in plan.chunks if chunk.final]
@@ -279,7 +281,8 @@ class DeviceSteps:
         at = staged([chunk.start + len(chunk.token_ids) - 1 for chunk in finals], torch.int64, device)
         # the draw moves lengths past a row, the last one of the prompt here
         executor.lengths.index_copy_(0, index.long(), at.to(torch.int32))
-        self._draw(hidden, index, at, out[: len(finals)], self._sampler.filtered(slots))
+        out = self._finals[:, : len(finals)]
+        self._draw(hidden, index, at, self._final_registers[page], out, self._sampler.filtered(slots))
         return len(finals)
 
     def _draw(
@@ -287,13 +290,14 @@ class DeviceSteps:
         hidden: torch.Tensor,
         slots: torch.Tensor,
         starts: torch.Tensor,
+        registers: StepRegisters,
         out: torch.Tensor,
         filtered: bool,
     ) -> None:
         ops = self._model.ops
         logits = self._model.logits(hidden)[:, : self._vocab_size]
-        least = ops.filter_thresholds(logits, slots, self._registers) if filtered else None
-        ops.draw_step(logits, slots, starts, self._registers, out, least)
+        least = ops.filter_thresholds(logits, slots, registers) if filtered else None
+        ops.draw_step(logits, slots, starts, registers, out, least)
 
     def place(self, slots: list[int], bucket: int) -> None:
         """Puts the decode part's slots where the graphs look for them."""

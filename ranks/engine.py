@@ -73,23 +73,31 @@ class Engine:
         begun = time.perf_counter()
         plan = scheduler.plan()
         started = time.monotonic()
+        # a device has something to do meanwhile; a launch that runs the step would keep clients from the news
+        behind = plan is not None and self._leader.runs_ahead(plan)
+        if not behind:
+            self._announce(started)
         if plan is not None:
             phases.add("plan", time.perf_counter() - begun)
             if self._trace is not None and not self._trace.before_step():
                 self._end_trace()
             with phases.timed("launch"):
                 self._flights.append((plan, self._leader.launch(plan), self._trace))
-        # behind the launch: the device has something to do meanwhile
-        for request in scheduler.admitted:
-            self._emit(Started(request.request_id, cached_tokens=0, at=started))
-        for refused in scheduler.failed:
-            self._emit(refused)
+        if behind:
+            self._announce(started)
         ahead = 0 if plan is None else self._leader.steps_ahead
         collected = bool(scheduler.failed)
         while self._flights and (len(self._flights) > ahead or self._flights[0][1].done):
             self._collect(*self._flights.popleft())
             collected = True
         return plan is not None or collected
+
+    def _announce(self, at: float) -> None:
+        """Sends who was admitted by the latest plan, and who could not be."""
+        for request in self._scheduler.admitted:
+            self._emit(Started(request.request_id, cached_tokens=0, at=at))
+        for refused in self._scheduler.failed:
+            self._emit(refused)
 
     def _collect(self, plan: StepPlan, flight: InFlight, trace: Trace | None) -> None:
         with self._phases.timed("wait"):

@@ -67,6 +67,10 @@ class Leader:
         """Steps that are worth launching before the results of the one before them."""
         return 0 if self._steps is None else 1
 
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        """Whether `launch` returns before this step has run."""
+        return self._steps is not None and self._steps.takes(plan)
+
     def launch(self, plan: StepPlan) -> InFlight:
         """Begins a step on every rank; those before it may be under way."""
         if self._steps is not None and self._steps.takes(plan):

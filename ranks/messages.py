@@ -136,7 +136,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A request was admitted (its first chunk is in the next step)."""
+    """A request was admitted: its first chunk is in the step that is about to run, or runs already."""
 
     request_id: int
     cached_tokens: int

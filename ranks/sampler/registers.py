@@ -81,6 +81,7 @@ class Registers:
         self.held_above = per_slot(_NO_LIMIT, torch.int64)  # while `left` is above, min_tokens is not reached
         # Ids that end the request, padded with -1; as wide as the longest list so far.
         width = _FIRST_STOPS if device.type == "cpu" else _DEVICE_STOPS
+        self._most_stops = vocab_size if device.type == "cpu" else width
         self.stop_ids = torch.full((num_slots, width), -1, dtype=torch.int64, device=device)
         self.in_think = per_slot(0, torch.bool)
         self.think_count = per_slot(0, torch.int64)
@@ -102,6 +103,10 @@ class Registers:
         draw = self._way(params)
         self.draw[slot] = draw
         stops = sorted(i for i in {*params.stop_ids, *params.eos_ids} if 0 <= i < self.vocab_size)
+        if len(stops) > self._most_stops:
+            raise ValueError(
+                f"{len(stops)} ids end the answer, and a step here looks among {self._most_stops}"
+            )
         self.stops[slot] = frozenset(stops)
         left = params.max_tokens - len(output_ids)
         if draw is Draw.GREEDY:
@@ -125,7 +130,7 @@ class Registers:
         return self.draw[slot] not in (Draw.GREEDY, Draw.OPEN)
 
     def release(self, slot: int) -> None:
-        """Makes a slot's rows as harmless as those of slot 0."""
+        """Makes a slot's rows as harmless as those of slot 0, once that is settled."""
         self.draw[slot] = Draw.GREEDY
         for members in (self.sampled, self.held_back, self.capped):
             members.discard(slot)
@@ -227,7 +232,6 @@ class Registers:
     def _widen(self, width: int) -> None:
         missing = width - self.stop_ids.shape[1]
         if missing > 0:
-            assert self.device.type == "cpu", "captured steps hold `stop_ids`"
             wider = self.stop_ids.new_full((self.stop_ids.shape[0], missing), -1)
             self.stop_ids = torch.cat([self.stop_ids, wider], dim=1)
 

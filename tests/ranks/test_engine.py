@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from mstar.ranks.messages import Abort, Refused, SamplingParams, Started, Stop, Tokens
+from mstar.ranks.leader import InFlight
+from mstar.ranks.messages import Abort, Event, Refused, SamplingParams, Started, Stop, Tokens
+from mstar.ranks.plan import StepPlan
 from mstar.ranks.warmup import warm_up
 from tests.support.engines import checking, expected, prompts, tiny
 
@@ -187,3 +189,32 @@ def test_text_is_the_same_batched_chunked_preempted_and_in_reused_slots(
         bench.engine.step()
     assert bench.run() == alone
     assert (bench.stats().preemptions > 0) == ("kv_blocks" in changes)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_start_is_told_before_a_step_that_is_waited_for_and_before_its_tokens_always(ahead: bool) -> None:
+    """A device computes while the news goes out; elsewhere the launch is the step, and clients would wait for it."""
+    bench = checking(ahead=ahead)
+    launch, seen = bench.leader.launch, []
+
+    def told(plan: StepPlan) -> InFlight:
+        seen.append([event.request_id for event in bench.events if isinstance(event, Started)])
+        return launch(plan)
+
+    bench.leader.launch = told  # type: ignore[method-assign]
+    bench.submit(1, [1, 2, 3], max_tokens=3)
+    bench.submit(2, [4, 5, 6], max_tokens=3, logprobs=1 if ahead else None)
+    bench.run()
+    assert seen[0] == [1, 2]  # a request that asks for logprobs is waited for
+    bench.submit(3, [7, 8, 9], max_tokens=3)
+    bench.run()
+    assert seen[-3] == ([1, 2] if ahead else [1, 2, 3])
+    kinds = [
+        (type(e), r) for e in bench.events for r in ([e.request_id] if isinstance(e, Started) else _ids(e))
+    ]
+    for request_id in (1, 2, 3):
+        assert [kind for kind, named in kinds if named == request_id] == [Started] + 3 * [Tokens]
+
+
+def _ids(event: Event) -> list[int]:
+    return [run.request_id for run in event.runs] if isinstance(event, Tokens) else []

@@ -336,3 +336,15 @@ def test_slots_that_come_and_go_together_have_each_their_own_registers():
             assert ints[0] == (2**62 if given is None else given.max_tokens - 2)
             assert ints[1:] == ([0, 0] if greedy else [given.top_k % (2 * VOCAB), _signed(given.seed)])
             assert stops == (set() if given is None else set(given.stop_ids))
+
+
+def test_more_stop_ids_than_a_captured_step_holds_are_their_own_requests_error():
+    """A GPU's tensor of them cannot grow; here the limit is set by hand."""
+    registers = Registers(VOCAB, 4, CPU)
+    registers._most_stops = 4
+    registers.admit(1, params(stop_ids=(1, 2, 3, 4)), [])
+    with pytest.raises(ValueError, match="5 ids end the answer"):
+        registers.admit(2, params(stop_ids=(1, 2, 3, 4, 5)), [])
+    registers.release(2)
+    registers.settle()
+    assert registers.stop_ids[1].tolist() == [1, 2, 3, 4] and registers.stop_ids[2].max() == -1

@@ -8,6 +8,8 @@ import triton.language as tl
 from mstar.kernels.aot import AotCase
 from mstar.kernels.gdn.gpu.split import to_model
 
+MAX_WIDTH = 4  # taps of the conv that a program carries, here and in decode
+
 
 @triton.jit(do_not_specialize=["total"])
 def conv_silu(

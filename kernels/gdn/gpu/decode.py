@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
+from mstar.kernels.gdn.gpu.conv import MAX_WIDTH
 from mstar.kernels.gdn.gpu.recurrence import (
     advance,
     conv_silu,
@@ -27,9 +28,6 @@ from mstar.kernels.gdn.rings import ring_rows
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.launch import launch_options
 from mstar.kernels.rows import Rows
-
-MAX_WIDTH = 4  # taps of the conv that a program carries
-
 
 # Of a program, each with its columns of S. In a step of 0.8B on one H200: 577 us with four and one sequence, 589 with
 # eight; 764 and 767 with four, 953 and 1,040 with 16 (docs/measurements/h200_0.8B_variants.json).

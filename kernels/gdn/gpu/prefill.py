@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mstar.kernels.gdn.gpu.chunk import solve_chunks, walk_chunks
-from mstar.kernels.gdn.gpu.conv import conv_silu
+from mstar.kernels.gdn.gpu.conv import MAX_WIDTH, conv_silu
 from mstar.kernels.gdn.gpu.output import outputs
 from mstar.kernels.gdn.weights import GdnWeights
 from mstar.kernels.rows import PREFILL_CHUNK as CHUNK
@@ -104,6 +104,7 @@ class Prefill:
         width, channels = weights.conv.shape
         ring = conv.shape[1]
         assert proj.stride(1) == 1 and state[0].is_contiguous() and conv[0].is_contiguous()
+        assert 1 < width <= MAX_WIDTH, f"a conv of {width} taps"
         assert ring >= width - 1 and ring & (ring - 1) == 0, f"a ring of {ring} inputs"
         assert channels == conv.shape[2] == weights.channels and proj.shape[1] == weights.proj_width
         self.proj, self.weights, self.state, self.conv, self.rows = proj, weights, state, conv, rows

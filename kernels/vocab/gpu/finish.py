@@ -118,6 +118,6 @@ def _case(sampler: bool, pending: bool, out: bool, turn: bool) -> AotCase:
 
 AOT_CASES = [
     _case(True, False, True, True),
-    _case(True, True, True, False),
+    _case(True, True, True, True),
     _case(False, False, False, False),
 ]
