@@ -74,7 +74,8 @@ class Engine:
         plan = scheduler.plan()
         started = time.monotonic()
         # a device has something to do meanwhile; a launch that runs the step would keep clients from the news
-        behind = plan is not None and self._leader.runs_ahead(plan)
+        news = bool(scheduler.admitted or scheduler.failed)
+        behind = news and plan is not None and self._leader.runs_ahead(plan)
         if not behind:
             self._announce(started)
         if plan is not None:

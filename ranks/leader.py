@@ -73,7 +73,8 @@ class Leader:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Begins a step on every rank; those before it may be under way."""
-        if self._steps is not None and self._steps.takes(plan):
+        if self.runs_ahead(plan):
+            assert self._steps is not None
             return self._steps.launch(plan)
         return Finished(self.execute(plan))
 
