@@ -32,6 +32,7 @@ class AotCase:
     signature: argument types by name as Triton writes them ("*bf16", "fp32", "i32", "constexpr").
     constants: values of the constexpr arguments. pdl: whether a GPU of CUDA launches it as a dependent; the
     constant PDL is set accordingly, and is false elsewhere. aligned: numbers that are multiples of 16; addresses are.
+    targets: those that it is for, where its language is one architecture's.
     """
 
     kernel: Any
@@ -42,6 +43,7 @@ class AotCase:
     pdl: bool = False
     aligned: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[str, ...] = tuple(TARGETS)
 
 
 def kernel_modules() -> Iterator[str]:
@@ -69,6 +71,8 @@ def compile_case(case: AotCase, target: str) -> Any:
     # as torch allocates them, and as Triton therefore specialises launches
     aligned = [*(name for name, kind in case.signature.items() if kind.startswith("*")), *case.aligned]
     attributes = {(case.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    if case.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     source = ASTSource(fn=case.kernel, signature=dict(case.signature), constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget(backend, arch, warp), options=options)
 
@@ -84,16 +88,17 @@ def main(targets: tuple[str, ...]) -> None:
         cases += [(name, case) for case in getattr(importlib.import_module(name), "AOT_CASES", [])]
     failures = 0
     for target in targets or TARGETS:
-        click.echo(f"{target}: {len(cases)} to compile, a minute or more")
+        its = [(name, case) for name, case in cases if target in case.targets]
+        click.echo(f"{target}: {len(its)} to compile, a minute or more")
         failed = 0
         with compile_threads() as pool:
-            futures = [pool.submit(compile_case, case, target) for _, case in cases]
-        for (name, case), future in zip(cases, futures, strict=True):
+            futures = [pool.submit(compile_case, case, target) for _, case in its]
+        for (name, case), future in zip(its, futures, strict=True):
             error = future.exception()
             if error is not None:
                 failed += 1
                 click.echo(f"{name}: {case.kernel.__name__} for {target}: {error}", err=True)
-        click.echo(f"{target}: {len(cases) - failed} compiled, {failed} failed")
+        click.echo(f"{target}: {len(its) - failed} compiled, {failed} failed")
         failures += failed
     if failures or not cases:
         raise SystemExit(1)

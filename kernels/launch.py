@@ -22,6 +22,14 @@ def has_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels run that are written in Gluon for Hopper's units, which other GPUs have not."""
+    if interpreted() or device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def launch_options(device: torch.device) -> dict[str, Any]:
     """PDL, and the launch option that goes with it; a kernel launched so waits with gdc_wait before it reads."""
     return {"PDL": True, "launch_pdl": True} if has_pdl(device) else {"PDL": False}

@@ -217,6 +217,8 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
         raise ValueError(f"not the parameters of {choice.kernel!r}: {', '.join(wrong) or sorted(params)}")
     if params.get("SPLIT_K", 1) < 1:
         raise ValueError("k is split into one part at least")
+    if choice.kernel == "stream" and key.kind == "residual" and not params.get("SUM_AFTER"):
+        raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER")
     if params.get("SPLIT_K", 1) > 1 and key.kind in ("norm", "gated"):
         raise ValueError("k is not split where a norm or a gate follows the product")
     odd = sorted(
@@ -234,6 +236,8 @@ def _optional(kernel: str, kind: str) -> frozenset[str]:
     if kernel == "cublas":
         return frozenset()
     own = {"SUM_AFTER"} if kind == "residual" else set()
+    if kernel == "stream":
+        return frozenset({"SOON", *own})
     if kernel == "fma":
         own |= {"PRELOAD"}
     elif kind in ("norm", "gated"):

@@ -216,4 +216,4 @@ class TritonOps(Ops):
             return False
         outputs, inputs = after.weight.shape[0] // after.halves, after.weight.shape[1]
         choice, _ = self._choice("gated" if after.halves == 2 else "norm", x, outputs, inputs)
-        return choice.kernel in ("dot", "mma")
+        return choice.kernel in ("dot", "mma", "stream")

@@ -32,7 +32,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("attention", r"^(_attend_decode|_reduce_segments)\b"),
     ("norm", r"^_rms_norm_rows\b"),
     ("after", r"^(_silu_gated|_add_parts)\b|splitKreduce|reduce_1Block_kernel"),
-    ("linear", r"^(_fma|_dot|_mma)\b|gemm|gemv|nvjet|cutlass|cublas|Cijk_"),
+    ("linear", r"^(_fma|_dot|_mma|_stream)\b|gemm|gemv|nvjet|cutlass|cublas|Cijk_"),
     ("collective", r"nccl|all_?reduce|AllReduce"),
 )
 _PATTERNS = [(kind, re.compile(pattern)) for kind, pattern in KERNELS]

@@ -30,6 +30,13 @@ SIZES = {
     "9B down": ("residual", 4096, 12288),
     "9B fc": ("plain", 4096, 8192),
 }
+NOT_HOPPER = "stream is for Hopper's GPUs, and this is none"
+# neither tiles of outputs nor of k are whole
+ODD = {
+    "odd in": ("norm", 1000, 1048),
+    "odd gate and up": ("gated", 1000, 1048),
+    "odd down": ("residual", 1000, 1048),
+}
 # Roundings to bf16, each up to 2^-8 and 0.0017 of the norm on average: the result, and in turn what is multiplied,
 # the sum before the residual, gate, up and silu. Tensor cores cut off what they add to float32 sums.
 BOUNDS = {"plain": 3e-3, "norm": 4e-3, "residual": 4e-3, "gated": 8e-3, "f32": 1e-4}
@@ -44,6 +51,49 @@ def test_the_default_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
     assert faults(key, rows, {default(key), CUBLAS}) == []
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 33, 64])
+@pytest.mark.parametrize("size", [*SIZES, *ODD])
+def test_stream_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
+    from mstar.kernels.linear.gpu import stream
+
+    if not stream.usable():
+        pytest.skip(NOT_HOPPER)
+    key = key_of(size, rows)
+    found = streams(key)
+    assert faults(key, rows, found[:: max(1, len(found) // 3)]) == []
+
+
+@pytest.mark.parametrize("tiles", [1, 64, 700])
+@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+@pytest.mark.parametrize("kind", ["norm", "gated"])
+def test_stream_takes_the_products_that_a_residual_left(kind, rows, tiles):
+    from mstar.kernels.linear.gpu import stream
+    from mstar.kernels.linear.gpu.run import Prepared, run_linear
+
+    if not stream.usable():
+        pytest.skip(NOT_HOPPER)
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    x, norm = random(rows, 1048).bfloat16(), random(1048).abs() + 0.5
+    weight = (random(2 * 1000 if kind == "gated" else 1000, 1048) / 32).bfloat16()
+    shares = torch.rand(tiles, rows, generator=generator, device="cuda")
+    squares = x.float().square().sum(1) * shares / shares.sum(0)
+    known = Prepared(squares, (x.float() * norm).bfloat16(), norm)
+    choice = streams(GemmKey(kind, row_bucket(rows) or 0, 1000, 1048, "bf16"))[0]
+    given = {"kind": kind, "norm": norm, "eps": EPS}
+    got = run_linear(choice, x, weight, known=known, **given)
+    want = exact(x=x, weight=weight, residual=None, **given)
+    assert float((got.double() - want).norm() / want.norm()) < BOUNDS[kind]
+    # they are what is used; those of another norm are not
+    other = run_linear(choice, x, weight, known=Prepared(4 * squares, known.scaled, norm), **given)
+    assert float((other.double() - want).norm() / want.norm()) > 0.4
+    alien = run_linear(choice, x, weight, known=Prepared(4 * squares, known.scaled, norm.clone()), **given)
+    assert float((alien.double() - want).norm() / want.norm()) < BOUNDS[kind]
+
+
 @pytest.mark.slow  # a minute or two of compiling; the bench checks every candidate of every size so
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rows", [1, 8, 64])
@@ -55,8 +105,17 @@ def test_every_candidate_is_the_formula_and_its_graph_gives_its_bytes(size, rows
     assert faults(key, rows, candidates(key)) == []
 
 
+def streams(key: GemmKey) -> list[KernelChoice]:
+    """The candidates of "stream" for a size."""
+    from mstar.kernels.linear.gpu.candidates import default, step_candidates
+
+    found = [choice for choice in step_candidates(key, default(key)) if choice.kernel == "stream"]
+    assert found
+    return found
+
+
 def key_of(size: str, rows: int) -> GemmKey:
-    kind, n, k = SIZES[size]
+    kind, n, k = {**SIZES, **ODD}[size]
     bucket = row_bucket(rows)
     assert bucket is not None
     return GemmKey(kind, bucket, n, k, "bf16")
@@ -106,6 +165,7 @@ def faults(key: GemmKey, rows: int, choices: Iterable[KernelChoice]) -> list[str
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
     """A chain as a layer has it, each call reading what the one before wrote, in dependent launches."""
+    from mstar.kernels.linear.gpu import stream
     from mstar.kernels.linear.gpu.candidates import candidates, default
     from mstar.kernels.linear.gpu.run import run_linear
 
@@ -120,10 +180,10 @@ def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
     key = GemmKey("residual", rows, 1024, 3584, "bf16")
     splits = [choice for choice in candidates(key) if dict(choice.params).get("SPLIT_K", 1) > 1]
 
-    def chain(choice, wait: bool) -> torch.Tensor:
+    def chain(first, choice, wait: bool) -> torch.Tensor:
         y = x
         for _ in range(12):
-            h = run_linear(default(gated), y, both, kind="gated", norm=norm, eps=EPS)
+            h = run_linear(first, y, both, kind="gated", norm=norm, eps=EPS)
             if wait:
                 torch.cuda.synchronize()
             y = run_linear(choice, h, down, kind="residual", residual=y)
@@ -131,13 +191,16 @@ def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
                 torch.cuda.synchronize()
         return y
 
-    for choice in [default(key), *splits[:2]]:
-        want = chain(choice, wait=True)
+    pairs = [(default(gated), choice) for choice in (default(key), *splits[:2])]
+    if stream.usable():
+        pairs += [(streams(gated)[0], streams(key)[0]), (streams(gated)[1], streams(key)[1])]
+    for first, choice in pairs:
+        want = chain(first, choice, wait=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = chain(choice, wait=False)
+            got = chain(first, choice, wait=False)
         for _ in range(20):
             got.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(got, want), choice
+            assert torch.equal(got, want), (first, choice)

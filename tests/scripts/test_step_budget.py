@@ -104,6 +104,7 @@ def test_every_kernel_that_is_launched_has_a_kind():
         ("_fma", "linear"),
         ("_dot", "linear"),
         ("_mma", "linear"),
+        ("_stream", "linear"),
         (CUBLAS, "linear"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(…)", "after"),
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>(…)", "linear"),

@@ -9,7 +9,7 @@ import pytest
 from click import ClickException
 
 from mstar.kernels.registry import GemmKey, KernelChoice, Table, read_table, stack
-from mstar.scripts.tune_step import Trying, check_table, descend, known_tiles, write_choices
+from mstar.scripts.tune_step import Trying, check_table, descend, known_tiles, start_together, write_choices
 
 A = GemmKey("norm", 1, 8224, 1024, "bf16")
 B = GemmKey("residual", 1, 1024, 2048, "bf16")
@@ -72,6 +72,20 @@ def test_a_size_moves_only_where_the_step_gets_faster():
 def test_nothing_further_is_tried_when_the_time_is_over():
     table, times, _ = tuned(cost, until=time.monotonic() - 1)
     assert table.choose(A) == SLOW and list(times[A]) == [SLOW]
+
+
+@pytest.mark.parametrize("together, moves", [(10.2, True), (10.4, False)])
+def test_all_sizes_start_together_where_that_is_hardly_slower(together, moves):
+    table = Trying(Table(Defaults()), Defaults())
+
+    def step_us(limit):
+        tried = {table.choose(key) for key in (A, B)}
+        return together if tried == {FAST} else 10.0 if tried == {SLOW} else 99.0
+
+    step_us(0.0)
+    assert start_together(table, lambda key: FAST, step_us) == (10.0, moves)
+    assert {table.choose(key) for key in (A, B)} == ({FAST} if moves else {SLOW})
+    assert start_together(table, lambda key: None, step_us)[1] is False
 
 
 def test_tiles_of_squares_are_those_of_the_residuals_choices():

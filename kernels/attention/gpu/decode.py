@@ -19,13 +19,20 @@ from mstar.kernels.rows import Rows
 # Blocks of keys that a program asks the second cache for before its wait: all of a short context's, and of a long
 # one's not so many that they push each other out.
 BLOCKS_ASKED = tl.constexpr(8)
-MOST_PAIRS_SPREAD = 32  # of a sequence and KV head, up to which a tile of keys is a program's
-FEW_PAIRS = 2  # up to which one program a multiprocessor is better than two, whose parts take longer to merge
+# Of a sequence and KV head, up to which one program a multiprocessor is better than two, whose parts take longer to
+# merge.
+FEW_PAIRS = 2
+# From more pairs on than the first, one program a multiprocessor again, with larger tiles; from more than the second,
+# one a pair, without parts; from more than the third, two of those share a multiprocessor, with small tiles.
+MANY_PAIRS = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """How a call is cut: keys a tile and a segment's least, programs wanted a multiprocessor, and Triton's options."""
+    """How a call is cut: keys a tile and a segment's least, programs wanted a multiprocessor, and Triton's options.
+
+    programs: 0 for one of each pair of a sequence and KV head, whose keys stay whole.
+    """
 
     block_n: int = 32
     least_keys: int = 64
@@ -47,15 +54,19 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
     Segments of one tile make a short context faster while the GPU has room for them: a step of 0.8B on one H200 took
     582 us with 32 keys and 590 with 64 at one sequence of 200 tokens, 942 and 949 at 16, 1,744 and 1,740 at 64.
     One program a multiprocessor in place of two: 2B, of two KV heads, 1,173 us in place of 1,200 at one sequence of
-    8,192 tokens; 9B, of four, 4,227 in place of 4,210.
+    8,192 tokens; 9B, of four, 4,227 in place of 4,210. Where there are many pairs, at 200 and 2,048 tokens: 0.8B at 32
+    1,151 / 1,411 in place of 1,156 / 1,434, at 64 1,689 / 2,076 of 1,706 / 2,159; 8 layers of 9B at 64 2,055 / 2,287
+    of 2,074 / 2,307.
     """
     if dtype == torch.float32:
         return DecodeChoice(block_n=16, num_stages=2, num_warps=4 if block_m <= 16 else 8)
-    return DecodeChoice(
-        least_keys=32 if pairs <= MOST_PAIRS_SPREAD else 64,
-        programs=1 if pairs <= FEW_PAIRS else 2,
-        num_warps=4 if block_m <= 32 else 8,
-    )
+    num_warps = 4 if block_m <= 32 else 8
+    if pairs <= MANY_PAIRS[0]:
+        return DecodeChoice(least_keys=32, programs=1 if pairs <= FEW_PAIRS else 2, num_warps=num_warps)
+    programs = 1 if pairs <= MANY_PAIRS[1] else 0
+    if pairs > MANY_PAIRS[2] or torch.version.hip:  # AMD's units have room for small tiles alone
+        return DecodeChoice(programs=programs, num_warps=num_warps)
+    return DecodeChoice(block_n=64, num_stages=3, programs=programs, num_warps=num_warps)
 
 
 def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
@@ -186,14 +197,14 @@ def _attend_decode(
 
 
 def _case(
-    dim: int, group: int, rows: int, segments: int, last_only: bool = False, settled: bool = False
+    dim: int, group: int, rows: int, segments: int, pairs: int, last_only: bool = False, settled: bool = False
 ) -> AotCase:
     signature = dict.fromkeys(("q", "proj", "k_cache", "v_cache", "out"), "*bf16")
     signature |= {"parts": "*fp32", "sums": "*fp32", "cu_rows": "*i64", "starts": "*i64"}
     signature |= {"tables": "*i32", "table_rows": "*i32", "score_scale": "fp32"}
     signature |= dict.fromkeys(("proj_stride", "table_stride", "columns"), "i32")
     block_m = max(16, triton.next_power_of_2(group * rows))
-    choice = default_choice(torch.bfloat16, block_m, 2 if segments > 64 else 64)
+    choice = default_choice(torch.bfloat16, block_m, pairs)
     constants = {
         "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only,
         "TABLE_ROWS": not last_only, "SEGMENTS": segments, "LEAST": choice.least_keys, "BLOCK_M": block_m,
@@ -211,7 +222,8 @@ def _case(
 
 
 AOT_CASES = [
-    _case(256, 4, 1, 66, settled=True), _case(256, 4, 1, 33, settled=True), _case(256, 4, 4, 66),
-    _case(256, 6, 4, 33), _case(256, 6, 9, 33), _case(64, 4, 1, 1), _case(64, 4, 4, 8),
-    _case(256, 4, 1, 66, last_only=True),
+    _case(256, 4, 1, 66, 2, settled=True), _case(256, 4, 1, 33, 8, settled=True), _case(256, 4, 4, 66, 4),
+    _case(256, 6, 4, 33, 8), _case(256, 6, 9, 33, 8), _case(64, 4, 1, 1, 128), _case(64, 4, 4, 8, 32),
+    _case(256, 4, 1, 66, 4, last_only=True), _case(256, 4, 1, 3, 64, settled=True),
+    _case(256, 4, 1, 1, 128, settled=True), _case(256, 6, 9, 1, 128), _case(256, 4, 1, 1, 256, settled=True),
 ]  # fmt: skip

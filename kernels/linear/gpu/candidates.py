@@ -7,6 +7,7 @@ from math import log2
 import torch
 
 from mstar.kernels.linear.gpu import dot, fma, mma
+from mstar.kernels.linear.gpu.run import stream  # None where Triton has no Gluon
 from mstar.kernels.registry import OPTIONAL, GemmKey, KernelChoice
 
 CUBLAS = KernelChoice("cublas")
@@ -18,7 +19,8 @@ THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of 
 # Warps that a processor should be given to do: by the bytes in flight that hide the memory's latency.
 WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
-HABITS = ("AHEAD", "SOON", "SUM_AFTER", "TOUCH")  # what any kernel of a step may do beside its work
+HABITS = ("AHEAD", "SOON", "SUM_AFTER", "TOUCH")  # what a kernel of a step may do beside its work
+STREAM_HABITS = ("SOON",)  # what stream may: it has its weights early, its parts are always added up after it
 AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
 SUM_AFTER_ROWS = 8  # from so many on, splits that only SUM_AFTER can take are candidates
 MOST_PRELOADED = 4  # tiles of k that a program has on their way at once
@@ -30,7 +32,10 @@ FMA_TILES = (
 )  # fmt: skip
 DOT_TILES = ((16, 1), (32, 2), (64, 4), (128, 4), (128, 8), (16, 2), (32, 4))  # outputs a program, warps
 DOT_DEPTHS = ((128, 4), (256, 3), (64, 5))  # values of k a tile, tiles in flight
-
+STREAM_RINGS = (110 << 10, 72 << 10, 220 << 10)  # bytes: two programs a processor, three, one
+STREAM_TILES = (  # outputs, k, warps
+    (64, 128, 4), (64, 256, 4), (64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (128, 128, 8),
+)  # fmt: skip
 
 # What one H200 liked best for the linears of 0.8B (tables/sm_90/h200), or within 3 % of it, by rows: outputs and k of
 # a tile, tiles in flight, warps, parts of k, whether the first tile is prefetched, whether a kernel norms first.
@@ -92,6 +97,7 @@ def candidates(key: GemmKey) -> list[KernelChoice]:
     if key.rows <= fma.MOST_ROWS:
         found += _fma_candidates(key)[: 12 if key.rows <= 2 else 6]
     found += _mma_candidates(key)[:14]
+    found += _stream_candidates(key)[:4]
     if key.rows <= dot.MOST_ROWS:
         found += _dot_candidates(key)[: 4 if key.rows <= 2 else 10 if key.rows <= 8 else 14]
     return list(dict.fromkeys(found))
@@ -102,7 +108,8 @@ def step_candidates(key: GemmKey, now: KernelChoice) -> list[KernelChoice]:
 
     There kernels overlap with what is before and behind. now: the choice that they would replace; they have its habits.
     """
-    found = candidates(key) + _strip_candidates(key)
+    found, rings = candidates(key) + _strip_candidates(key), _stream_candidates(key)[:20]
+    found = rings + found if now.kernel == "stream" else found + rings
     if key.kind in ("norm", "gated") and key.rows >= 4:
         # there the kernel before has normed, but in the first layer, whose rows no kernel prepared
         found = [
@@ -116,8 +123,18 @@ def step_candidates(key: GemmKey, now: KernelChoice) -> list[KernelChoice]:
     habits = {name: value for name, value in now.params if name in HABITS}
     if key.kind == "residual" and now == CUBLAS:
         habits["SUM_AFTER"] = 1  # what is behind it reads normed rows, as it does behind cuBLAS
-    found = [choice if choice == CUBLAS else with_params(choice, **habits) for choice in found]
+    few = {name: value for name, value in habits.items() if name in STREAM_HABITS}
+    found = [
+        choice if choice == CUBLAS else with_params(choice, **(few if choice.kernel == "stream" else habits))
+        for choice in found
+    ]
     return list(dict.fromkeys(found))
+
+
+def streaming(key: GemmKey) -> KernelChoice | None:
+    """The likeliest "stream" of a size, but the head's, which has nothing to hide behind; None where there is none."""
+    found = [] if key.kind == "f32" else _stream_candidates(key)
+    return found[0] if found else None
 
 
 def variants(key: GemmKey, choice: KernelChoice) -> list[KernelChoice]:
@@ -125,6 +142,12 @@ def variants(key: GemmKey, choice: KernelChoice) -> list[KernelChoice]:
     if choice == CUBLAS:
         return []
     params = dict(choice.params)
+    if choice.kernel == "stream":
+        rings = [params["num_stages"] + more for more in (-2, -1, 1, 2)]
+        return [
+            with_params(choice, SOON=1 - params.get("SOON", 0)),
+            *(with_params(choice, num_stages=tiles) for tiles in rings if _ring_fits(key, params, tiles)),
+        ]
     switches = ["SOON"]
     if key.kind == "residual":
         switches += ["SUM_AFTER", "TOUCH"]
@@ -148,6 +171,8 @@ def launches(choice: KernelChoice, key: GemmKey) -> int:
     """
     if choice.kernel != "cublas":
         params = dict(choice.params)
+        if choice.kernel == "stream" and key.kind in ("norm", "gated"):
+            return 2  # alone; in a step the kernel before norms, or makes products ready
         return 1 + params.get("NORM_FIRST", 0) + params.get("SUM_AFTER", 0)
     return 1 + (key.kind in ("norm", "gated")) + (key.kind in ("gated", "residual"))
 
@@ -295,6 +320,52 @@ def _mma_candidates(key: GemmKey) -> list[KernelChoice]:
                     )
     found.sort(key=lambda choice: _distance(choice, key))
     return found
+
+
+def _stream_candidates(key: GemmKey) -> list[KernelChoice]:
+    """Rings that leave a processor room for the kernels before and behind, k split where outputs are few programs."""
+    if key.dtype == "fp32" or key.rows > dot.MOST_ROWS or stream is None or not stream.usable():
+        return []
+    item, rows = ITEM_BYTES[key.dtype], stream.block_rows(key.rows)
+    sides = 2 if key.kind == "gated" else 1
+    fixed = {"SUM_AFTER": 1} if key.kind == "residual" else {}  # it adds up no parts itself
+    found = []
+    for outputs, block_k, warps in STREAM_TILES:
+        tile = (outputs * sides + rows) * block_k * item
+        for split in (1, 2, 4, 7, 8) if key.kind == "residual" else (1,):
+            steps = -(-key.k // (block_k * split))
+            if split > 1 and (
+                steps * split * block_k > key.k or -(-key.n // outputs) * split > 4 * PROCESSORS
+            ):
+                continue
+            for tiles in dict.fromkeys(min(ring // tile, steps) for ring in STREAM_RINGS):
+                if tiles >= min(2, steps):
+                    params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "num_stages": tiles}
+                    found.append(_choice("stream", **params, **fixed, num_warps=warps))
+    return sorted(found, key=lambda choice: _stream_distance(choice, key, sides, rows))
+
+
+def _stream_distance(choice: KernelChoice, key: GemmKey, sides: int, rows: int) -> float:
+    """How far a launch is from bytes enough on their way, all in one go, in doublings; 0 is best."""
+    params = dict(choice.params)
+    ring = (
+        (params["BLOCK_N"] * sides + rows) * params["BLOCK_K"] * params["num_stages"] * ITEM_BYTES[key.dtype]
+    )
+    together = PROCESSORS * max(1, SHARED_BYTES // ring)
+    count = programs(choice, key)
+    weight = sides * key.n * key.k * ITEM_BYTES[key.dtype]
+    distance = max(0.0, log2(min(8 << 20, weight) / (min(count, together) * ring)))
+    distance += max(0.0, log2(PROCESSORS * 0.6 / count)) + max(0.0, log2(count / together)) / 4
+    return distance + log2(params["SPLIT_K"]) / 4
+
+
+def _ring_fits(key: GemmKey, params: dict[str, int], tiles: int) -> bool:
+    """Whether a ring of so many tiles is one, and a processor has room for it."""
+    assert stream is not None
+    outputs = params["BLOCK_N"] * (2 if key.kind == "gated" else 1)
+    tile = (outputs + stream.block_rows(key.rows)) * params["BLOCK_K"] * ITEM_BYTES[key.dtype]
+    steps = -(-key.k // (params["BLOCK_K"] * params["SPLIT_K"]))
+    return 2 <= tiles <= steps and tiles * tile <= SHARED_BYTES
 
 
 def _distance(choice: KernelChoice, key: GemmKey) -> float:

@@ -17,6 +17,11 @@ from mstar.kernels.linear.gpu.parts import add_parts
 from mstar.kernels.norm.gpu.rows import rms_norm_rows
 from mstar.kernels.registry import KernelChoice
 
+try:
+    from mstar.kernels.linear.gpu import stream as stream
+except ImportError:  # Gluon is experimental: a later Triton may have it elsewhere
+    stream = None  # type: ignore[assignment]
+
 CUBLAS = KernelChoice("cublas")
 # What logits run where the library has no product with float32 results (ROCm); 64 rows a block.
 F32_FALLBACK = KernelChoice(
@@ -80,8 +85,9 @@ def run_linear(
     under kind "f32".
 
     Roundings are the reference's, but that a skinny kernel scales by 1/rms after the product: "fma" never rounds
-    norm(x), "dot" and "mma" round x * norm. With NORM_FIRST, a norm kernel runs before where x * norm is not known,
-    and norm(x) is rounded. Raises ValueError where arguments do not fit each other or the choice.
+    norm(x), "dot", "mma" and "stream" round x * norm. With NORM_FIRST, and before "stream", a norm kernel runs where
+    x * norm is not known, and norm(x) is rounded. Raises ValueError where arguments do not fit each other or the
+    choice.
 
     Split launches share counters: do not run them on two streams of one device at a time.
     """
@@ -101,10 +107,11 @@ def run_linear(
         return _run_cublas(x, weight, kind, norm, eps)
     if dict(choice.params).get("SUM_AFTER"):
         raise ValueError(f"SUM_AFTER is for a linear with a residual, not for kind {kind}")
-    if dict(choice.params).get("NORM_FIRST"):
+    first = dict(choice.params).get("NORM_FIRST", 0) == 1
+    if first:
         choice = KernelChoice(choice.kernel, tuple(pair for pair in choice.params if pair[0] != "NORM_FIRST"))
-        if norm is not None and not _is_scaled(known, norm):
-            x, norm = rms_norm_rows(x, norm, eps), None
+    if (first or choice.kernel == "stream") and norm is not None and not _is_scaled(known, norm):
+        x, norm = rms_norm_rows(x, norm, eps), None
     return skinny_call(choice, x, weight, kind=kind, norm=norm, eps=eps, known=known, ahead=ahead).start()
 
 
@@ -196,6 +203,8 @@ def skinny_call(
         out = torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
     elif out is None:
         out = torch.empty(rows, n, dtype=torch.float32 if kind == "f32" else x.dtype, device=x.device)
+    if choice.kernel == "stream":
+        return _stream_call(params, x, weight, kind, norm, eps, known, out)
     arguments = {
         "SOON": 0,
         "TOUCH": 0,
@@ -252,6 +261,32 @@ def skinny_call(
     if choice.kernel == "mma":
         return Call(mma._mma, grid, arguments | {"PARTS": arguments["num_warps"], "num_stages": 1}, out)
     return Call(dot._dot, grid, arguments | {"VECTOR": 16 // x.element_size()}, out)
+
+
+def _stream_call(
+    params: dict[str, int],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    norm: torch.Tensor | None,
+    eps: float,
+    known: Prepared | None,
+    out: torch.Tensor,
+) -> Call:
+    """`skinny_call` of "stream", which reads rows that are normed, or products that are ready for it."""
+    if stream is None or not stream.usable():
+        raise ValueError("stream needs a GPU of Hopper's kind, and a Triton with Gluon")
+    squares = None
+    if norm is not None:
+        if known is None or known.squares is None or not _is_scaled(known, norm):
+            raise ValueError("stream norms no rows: they are normed before, or products are ready")
+        assert known.scaled is not None
+        x, squares = known.scaled, known.squares
+    if kind == "residual" or (params["SPLIT_K"] > 1 and out.dim() == 2):
+        raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER")
+    grid, arguments = stream.arguments(params, x, weight, kind == "gated", squares)
+    arguments |= {"eps": eps, "PRESCALE": _prescale(x.dtype), "out": out, **launch_options(x.device)}
+    return Call(stream._stream, grid, arguments, out)
 
 
 def _run_cublas(

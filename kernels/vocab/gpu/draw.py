@@ -114,7 +114,7 @@ def _partial(
     splits, tiles = splits_of(rows, columns + lead)
     values = torch.empty(splits, rows, dtype=torch.float32, device=logits.device)
     ids = torch.empty(splits, rows, dtype=torch.int64, device=logits.device)
-    _partial_draws[(splits, rows)](
+    _partial_draws[(rows, splits)](
         logits, slots, positions, temperature, seed, least, values, ids,
         logits.stride(0), columns, first_id // 4, rows, position_offset,
         SAMPLED=temperature is not None, FILTERED=least is not None, ROWS_PER_SEQ=rows_per_seq,
@@ -131,8 +131,9 @@ def _partial_draws(
     SAMPLED: tl.constexpr, FILTERED: tl.constexpr, ROWS_PER_SEQ: tl.constexpr,
     LEAD: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    split = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(0)
+    # the head wrote the last ids last: they are what the second cache still holds of many rows
+    split = tl.num_programs(1) - 1 - tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

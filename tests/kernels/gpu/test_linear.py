@@ -222,6 +222,9 @@ def test_a_steps_candidates_keep_the_habits_of_the_choice_they_replace(n, k):
             assert CUBLAS in found and len(found) == len(set(found))
             for each in found:
                 params = dict(each.params)
+                if each.kernel == "stream":
+                    assert params["SOON"] and "AHEAD" not in params
+                    continue
                 assert each == CUBLAS or (params["AHEAD"], params["SOON"]) == (4, 1)
                 if each.kernel in ("dot", "mma") and kind in ("norm", "gated") and rows >= 4:
                     assert params["NORM_FIRST"]
@@ -240,7 +243,7 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
     if found.kernel == "cublas":
         assert launches(found, key) == {"norm": 2, "residual": 2, "gated": 3}.get(key.kind, 1)
         return
-    norm_first = params.get("NORM_FIRST", 0)
+    norm_first = params.get("NORM_FIRST", 0) or (found.kernel == "stream" and key.kind in ("norm", "gated"))
     sum_after = params.get("SUM_AFTER", 0)
     assert launches(found, key) == 1 + norm_first + sum_after
     assert not sum_after or key.kind == "residual"
@@ -250,6 +253,12 @@ def check_fit(found: KernelChoice, key: GemmKey) -> None:
         assert key.rows <= 8
         # all warps along k: see candidates
         assert params["BLOCK_K"] % (32 * params["num_warps"] * 16 // item) == 0
+    elif found.kernel == "stream":
+        assert key.rows <= 64 and key.dtype != "fp32" and sum_after == (key.kind == "residual")
+        assert params["SPLIT_K"] == 1 or key.kind == "residual"
+        assert 64 <= params["BLOCK_N"] == 16 * params["num_warps"] or params["BLOCK_N"] == 128
+        rows = params["BLOCK_N"] * (2 if key.kind == "gated" else 1) + max(8, key.rows)
+        assert params["num_stages"] * rows * params["BLOCK_K"] * item <= 227 << 10
     elif found.kernel == "mma":
         assert 2 <= key.rows <= 32 and key.dtype != "fp32"
         assert params["SPLIT_K"] == 1 or key.kind not in ("norm", "gated")
