@@ -39,7 +39,7 @@ def reduce_segments(
     _reduce_segments[(out.shape[0] * q_heads, dim // width)](
         out, parts, sums, proj, proj.stride(0), rows.cu_rows, rows.starts, most_keys,
         Q_HEADS=q_heads, DIM=dim, ROWS=per_seq, LAST_ONLY=last_only, SEGMENTS=segments, PADDED=padded, LEAST=least,
-        WIDTH=width, num_warps=4, **launch_options(out.device),
+        WIDTH=width, SETTLED=rows.settled and not last_only, num_warps=4, **launch_options(out.device),
     )  # fmt: skip
 
 
@@ -47,18 +47,22 @@ def reduce_segments(
 def _reduce_segments(
     out, parts, sums, proj, proj_stride, cu_rows, starts, most_keys,
     Q_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, SEGMENTS: tl.constexpr,
-    PADDED: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    PADDED: tl.constexpr, LEAST: tl.constexpr, WIDTH: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row, q head and WIDTH of its dims."""
     at = tl.program_id(0).to(tl.int64)
     row = at // Q_HEADS
     head = at % Q_HEADS
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    sequence = row // ROWS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if not SETTLED:
+            tl.extra.cuda.gdc_wait()
+    # before a wait, past the first cache: it may still hold what an earlier step read here
+    keys = tl.load(starts + sequence, cache_modifier=".cg") + ROWS
+    if PDL and SETTLED:
         tl.extra.cuda.gdc_wait()  # there are no weights to read before
-    sequence = row // ROWS
-    keys = tl.load(starts + sequence) + ROWS
     if LAST_ONLY:
         border = tl.load(cu_rows + sequence + 1)
         row = tl.maximum(border - 1, 0)
@@ -75,16 +79,21 @@ def _reduce_segments(
     tl.store(out + at * DIM + d, gated(merged, gate, out.dtype.element_ty))
 
 
-def _case(dim: int, rows: int, segments: int, last_only: bool = False) -> AotCase:
+def _case(dim: int, rows: int, segments: int, last_only: bool = False, settled: bool = False) -> AotCase:
     signature = {"out": "*bf16", "parts": "*fp32", "sums": "*fp32", "proj": "*bf16", "proj_stride": "i32"}
     signature |= {"cu_rows": "*i64", "starts": "*i64", "most_keys": "i32"}
     padded = triton.next_power_of_2(segments)
     constants = {
         "Q_HEADS": 8, "DIM": dim, "ROWS": rows, "LAST_ONLY": last_only, "SEGMENTS": segments, "PADDED": padded,
-        "LEAST": 64, "WIDTH": max(16, min(dim, TILE // padded)),
+        "LEAST": 64, "WIDTH": max(16, min(dim, TILE // padded)), "SETTLED": settled,
     }  # fmt: skip
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
     return AotCase(_reduce_segments, signature, constants, pdl=True)
 
 
-AOT_CASES = [_case(256, 1, 132), _case(256, 4, 33), _case(64, 4, 8), _case(256, 1, 66, last_only=True)]
+AOT_CASES = [
+    _case(256, 1, 132, settled=True),
+    _case(256, 4, 33),
+    _case(64, 4, 8),
+    _case(256, 1, 66, last_only=True),
+]
