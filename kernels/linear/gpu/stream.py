@@ -163,7 +163,8 @@ def _stream(
         y = y * scale
         up = up * scale
     # 16 bytes a thread along the outputs, which lie side by side in memory
-    stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
+    VECTOR: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    stored: gl.constexpr = gl.BlockedLayout([VECTOR, 1], [64 // VECTOR, VECTOR // 2], [1, WARPS], [0, 1])
     y = gl.convert_layout(y, stored)
     if GATED:
         # the reference's roundings: the products, silu, and by the store the result
