@@ -228,7 +228,18 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
         raise ValueError(f"not powers of two: {', '.join(odd)}")
     if choice.kernel == "mma" and (params["BLOCK_N"] < 16 or params["BLOCK_K"] % (32 * params["num_warps"])):
         raise ValueError("mma takes tiles of 16 outputs or more, and 32 values of k a warp or a multiple")
+    if choice.kernel == "stream" and not _tensor_cores_take(params):
+        raise ValueError(
+            "stream takes 4 or 8 warps, each with 16 outputs or more, and tiles of 64 values of k or more"
+        )
     return choice
+
+
+def _tensor_cores_take(params: Mapping[str, int]) -> bool:
+    """Whether groups of four warps have 16 outputs a warp, and the tiles are whole lines of shared memory."""
+    warps = params["num_warps"]
+    wide = warps in (4, 8) and params["BLOCK_N"] >= 16 * warps
+    return wide and params["BLOCK_K"] >= 64 and params["num_stages"] >= 1
 
 
 def _optional(kernel: str, kind: str) -> frozenset[str]:

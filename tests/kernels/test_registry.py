@@ -418,6 +418,7 @@ def test_the_command_refuses_what_it_cannot_time(tmp_path):
 
 RESIDUAL_NAME = "residual-r8-n1024-k2048-bf16"
 MMA_PARAMS = {"BLOCK_K": 512, "BLOCK_N": 16, "SPLIT_K": 1, "num_warps": 4}
+STREAM_PARAMS = {"BLOCK_K": 128, "BLOCK_N": 64, "SPLIT_K": 1, "num_stages": 4, "num_warps": 4}
 
 
 @pytest.mark.parametrize(
@@ -430,11 +431,20 @@ MMA_PARAMS = {"BLOCK_K": 512, "BLOCK_N": 16, "SPLIT_K": 1, "num_warps": 4}
         (RESIDUAL_NAME, "mma", {"BLOCK_N": 8}, False),
         ("norm-r8-n1024-k2048-bf16", "mma", {"NORM_FIRST": 1}, True),
         (RESIDUAL_NAME, "cublas", {"AHEAD": 4}, False),
+        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "SOON": 1}, True),
+        (RESIDUAL_NAME, "stream", {}, False),  # it adds up no parts itself
+        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "AHEAD": 4}, False),
+        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "BLOCK_N": 32}, False),
+        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "BLOCK_K": 32}, False),
+        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "num_warps": 8}, False),  # 64 outputs are four warps'
+        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "num_stages": 0}, False),
+        ("norm-r8-n1024-k2048-bf16", "stream", {}, True),
+        ("norm-r8-n1024-k2048-bf16", "stream", {"SPLIT_K": 2}, False),
     ],
 )
 def test_what_a_kernel_does_not_take_is_refused(tmp_path, name, kernel, changed, taken):
     candidates = pytest.importorskip("mstar.kernels.linear.gpu.candidates")
-    params = (MMA_PARAMS if kernel == "mma" else {}) | changed
+    params = {"mma": MMA_PARAMS, "stream": STREAM_PARAMS, "cublas": {}}[kernel] | changed
     entry = {"choice": "it", "candidates": {"it": {"kernel": kernel, "params": params}}}
     path = tmp_path / "decode_gemm.json"
     path.write_text(json.dumps({"stack": STACK, "entries": {name: entry}}))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from mstar.kernels.launch import interpreted, launch_options
+from mstar.kernels.launch import interpreted, launch_options, runs_gluon
 from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
 from mstar.kernels.linear.gpu.epilogue import silu_gated
@@ -274,7 +274,7 @@ def _stream_call(
     out: torch.Tensor,
 ) -> Call:
     """`skinny_call` of "stream", which reads rows that are normed, or products that are ready for it."""
-    if stream is None or not stream.usable():
+    if stream is None or not runs_gluon(x.device):
         raise ValueError("stream needs a GPU of Hopper's kind, and a Triton with Gluon")
     squares = None
     if norm is not None:

@@ -27,7 +27,7 @@ from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import runs_gluon
 
 MOST_ROWS = 64
-LEAST_OUTPUTS = 64  # of a tile: what four warps multiply at once
+# Both sides of the product, tiles of 64 values of k side by side, as the tensor cores read them.
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -50,6 +50,8 @@ def arguments(
     if x.dtype.itemsize != 2:
         raise ValueError(f"stream takes bf16 and fp16, not {x.dtype}")
     rows, k = x.shape
+    if k % 8:
+        raise ValueError(f"stream takes k in multiples of 8, which TMA reads, not {k}")
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.contiguous()
     block, outputs, depth = block_rows(rows), params["BLOCK_N"], params["BLOCK_K"]

@@ -16,6 +16,7 @@ from mstar.kernels.linear.gpu.candidates import (
     with_params,
 )
 from mstar.kernels.linear.gpu.run import Prepared, _counters, run_linear, run_residual, skinny_call
+from mstar.kernels.launch import runs_gluon
 from mstar.kernels.norm import rms_norm
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 from tests.support.linears import exact
@@ -181,6 +182,22 @@ def test_what_does_not_fit_is_refused(device):
         run_linear(CUBLAS, x, weight[:, 1:].contiguous(), kind="plain")
     with pytest.raises(ValueError, match="not contiguous"):
         run_linear(CUBLAS, x, torch.randn(205, 37, device=device).T, kind="plain")
+
+
+def test_stream_is_refused_where_it_does_not_run_and_what_it_does_not_take(device):
+    stream = choice("stream", BLOCK_N=64, BLOCK_K=128, SPLIT_K=2, num_stages=2, num_warps=4)
+    given = arguments("gated", 3, 64, 128, torch.bfloat16, device)
+    x, weight, norm = given["x"], given["weight"], given["norm"]
+    here = runs_gluon(device)
+    with pytest.raises(ValueError, match="adds up no parts" if here else "needs a GPU of Hopper's kind"):
+        run_linear(stream, x, weight, kind="plain")
+    with pytest.raises(ValueError, match="norms no rows" if here else "needs a GPU of Hopper's kind"):
+        skinny_call(stream, x, weight, kind="gated", norm=norm, eps=EPS)
+    if here:
+        with pytest.raises(ValueError, match="multiples of 8"):
+            run_linear(with_params(stream, SPLIT_K=1), x[:, :100], weight[:, :100].contiguous(), kind="plain")
+        with pytest.raises(ValueError, match="bf16 and fp16"):
+            run_linear(with_params(stream, SPLIT_K=1), x.float(), weight.float(), kind="plain")
 
 
 SIZES = [
