@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mstar.kernels.launch import runs_gluon
 from mstar.kernels.linear import gated_linear, linear
 from mstar.kernels.linear.gpu.ahead import Ahead
 from mstar.kernels.linear.gpu.candidates import (
@@ -16,7 +17,6 @@ from mstar.kernels.linear.gpu.candidates import (
     with_params,
 )
 from mstar.kernels.linear.gpu.run import Prepared, _counters, run_linear, run_residual, skinny_call
-from mstar.kernels.launch import runs_gluon
 from mstar.kernels.norm import rms_norm
 from mstar.kernels.registry import KINDS, ROW_BUCKETS, GemmKey, KernelChoice
 from tests.support.linears import exact
