@@ -32,6 +32,7 @@ _NAME = re.compile(
 # Parameters that a launch may have or not, and those that Triton wants as powers of two.
 OPTIONAL = frozenset({"AHEAD", "NORM_FIRST", "PRELOAD", "SOON", "SUM_AFTER", "TOUCH"})
 SIZES = frozenset({"BLOCK_N", "BLOCK_K", "num_warps"})
+SHARED_BYTES = 227 << 10  # of shared memory that a program may have on Hopper
 _MAKERS = re.compile(r"nvidia|amd|instinct|geforce|radeon|graphics")
 
 
@@ -215,10 +216,10 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
     wrong = sorted(param for param, value in params.items() if type(value) is not int or value < 0)
     if wrong or not names - OPTIONAL <= set(params) <= names - OPTIONAL | _optional(choice.kernel, key.kind):
         raise ValueError(f"not the parameters of {choice.kernel!r}: {', '.join(wrong) or sorted(params)}")
+    if any(params[name] > 1 for name in OPTIONAL - {"AHEAD"} & set(params)):
+        raise ValueError("what a launch may have or not is 0 or 1")
     if params.get("SPLIT_K", 1) < 1:
         raise ValueError("k is split into one part at least")
-    if choice.kernel == "stream" and key.kind == "residual" and not params.get("SUM_AFTER"):
-        raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER")
     if params.get("SPLIT_K", 1) > 1 and key.kind in ("norm", "gated"):
         raise ValueError("k is not split where a norm or a gate follows the product")
     odd = sorted(
@@ -228,18 +229,27 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
         raise ValueError(f"not powers of two: {', '.join(odd)}")
     if choice.kernel == "mma" and (params["BLOCK_N"] < 16 or params["BLOCK_K"] % (32 * params["num_warps"])):
         raise ValueError("mma takes tiles of 16 outputs or more, and 32 values of k a warp or a multiple")
-    if choice.kernel == "stream" and not _tensor_cores_take(params):
-        raise ValueError(
-            "stream takes 4 or 8 warps, each with 16 outputs or more, and tiles of 64 values of k or more"
-        )
+    if choice.kernel == "stream":
+        _check_stream(key, params)
     return choice
 
 
-def _tensor_cores_take(params: Mapping[str, int]) -> bool:
-    """Whether groups of four warps have 16 outputs a warp, and the tiles are whole lines of shared memory."""
-    warps = params["num_warps"]
-    wide = warps in (4, 8) and params["BLOCK_N"] >= 16 * warps
-    return wide and params["BLOCK_K"] >= 64 and params["num_stages"] >= 1
+def _check_stream(key: GemmKey, params: Mapping[str, int]) -> None:
+    """Raises ValueError for what its launch would not take, or its ring not end with."""
+    warps, outputs, depth, ring = (params[name] for name in ("num_warps", "BLOCK_N", "BLOCK_K", "num_stages"))
+    if warps not in (4, 8) or not 16 * warps <= outputs <= 256 or depth < 64 or key.k % 8:
+        raise ValueError(
+            "stream takes 4 or 8 warps, 16 outputs a warp to 256 in all, tiles of 64 values of k or more, and k in 8s"
+        )
+    if (key.kind == "residual") != bool(params.get("SUM_AFTER")) or (
+        params["SPLIT_K"] > 1 and key.kind != "residual"
+    ):
+        raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER, others take it whole")
+    steps = -(-key.k // (depth * params["SPLIT_K"]))
+    rows = max(8, min(64, key.rows))
+    tile = (outputs * (2 if key.kind == "gated" else 1) + rows) * depth * 2  # bytes
+    if not min(2, steps) <= ring <= SHARED_BYTES // tile:
+        raise ValueError("stream's ring is of two tiles or more, or of all of k, and fits in 227 KiB")
 
 
 def _optional(kernel: str, kind: str) -> frozenset[str]:

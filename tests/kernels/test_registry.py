@@ -418,7 +418,6 @@ def test_the_command_refuses_what_it_cannot_time(tmp_path):
 
 RESIDUAL_NAME = "residual-r8-n1024-k2048-bf16"
 MMA_PARAMS = {"BLOCK_K": 512, "BLOCK_N": 16, "SPLIT_K": 1, "num_warps": 4}
-STREAM_PARAMS = {"BLOCK_K": 128, "BLOCK_N": 64, "SPLIT_K": 1, "num_stages": 4, "num_warps": 4}
 
 
 @pytest.mark.parametrize(
@@ -431,20 +430,11 @@ STREAM_PARAMS = {"BLOCK_K": 128, "BLOCK_N": 64, "SPLIT_K": 1, "num_stages": 4, "
         (RESIDUAL_NAME, "mma", {"BLOCK_N": 8}, False),
         ("norm-r8-n1024-k2048-bf16", "mma", {"NORM_FIRST": 1}, True),
         (RESIDUAL_NAME, "cublas", {"AHEAD": 4}, False),
-        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "SOON": 1}, True),
-        (RESIDUAL_NAME, "stream", {}, False),  # it adds up no parts itself
-        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "AHEAD": 4}, False),
-        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "BLOCK_N": 32}, False),
-        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "BLOCK_K": 32}, False),
-        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "num_warps": 8}, False),  # 64 outputs are four warps'
-        (RESIDUAL_NAME, "stream", {"SUM_AFTER": 1, "num_stages": 0}, False),
-        ("norm-r8-n1024-k2048-bf16", "stream", {}, True),
-        ("norm-r8-n1024-k2048-bf16", "stream", {"SPLIT_K": 2}, False),
     ],
 )
 def test_what_a_kernel_does_not_take_is_refused(tmp_path, name, kernel, changed, taken):
     candidates = pytest.importorskip("mstar.kernels.linear.gpu.candidates")
-    params = {"mma": MMA_PARAMS, "stream": STREAM_PARAMS, "cublas": {}}[kernel] | changed
+    params = (MMA_PARAMS if kernel == "mma" else {}) | changed
     entry = {"choice": "it", "candidates": {"it": {"kernel": kernel, "params": params}}}
     path = tmp_path / "decode_gemm.json"
     path.write_text(json.dumps({"stack": STACK, "entries": {name: entry}}))
@@ -455,3 +445,49 @@ def test_what_a_kernel_does_not_take_is_refused(tmp_path, name, kernel, changed,
         if taken
         else candidates.default(GemmKey.parse(name))
     )
+
+
+STREAM_PARAMS = {"BLOCK_K": 128, "BLOCK_N": 64, "SPLIT_K": 1, "num_stages": 4, "num_warps": 4}
+
+
+@pytest.mark.parametrize(
+    "name, changed, said",
+    [
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "SOON": 1}, ""),
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "SPLIT_K": 4}, ""),
+        ("norm-r8-n1024-k2048-bf16", {}, ""),
+        ("norm-r8-n1024-k128-bf16", {"num_stages": 1}, ""),  # all of k
+        (RESIDUAL_NAME, {}, "adds up no parts"),
+        (RESIDUAL_NAME, {"SUM_AFTER": 2}, "0 or 1"),
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "AHEAD": 4}, "not the parameters"),
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "BLOCK_N": 32}, "16 outputs a warp"),
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "BLOCK_N": 512}, "to 256 in all"),
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "BLOCK_K": 32}, "64 values of k"),
+        (RESIDUAL_NAME, {"SUM_AFTER": 1, "num_warps": 8}, "16 outputs a warp"),
+        ("norm-r8-n1024-k2048-bf16", {"num_stages": 1}, "two tiles or more"),  # it would wait for ever
+        ("gated1-r64-n1024-k2048-bf16", {"num_stages": 5, "BLOCK_K": 256}, "fits in 227 KiB"),
+        ("norm-r8-n1024-k2044-bf16", {}, "k in 8s"),
+        ("norm-r8-n1024-k2048-bf16", {"SPLIT_K": 2}, "k is not split"),
+        ("plain-r8-n1024-k2048-bf16", {"SPLIT_K": 2}, "adds up no parts"),
+        ("f32-r8-n1024-k2048-bf16", {"SPLIT_K": 2}, "adds up no parts"),
+    ],
+)
+def test_what_stream_does_not_take_is_refused_and_says_why(tmp_path, monkeypatch, name, changed, said):
+    candidates = pytest.importorskip("mstar.kernels.linear.gpu.candidates")
+    stream = pytest.importorskip("mstar.kernels.linear.gpu.stream")
+    monkeypatch.setattr(stream, "usable", lambda: True)
+    key = GemmKey.parse(name)
+    if key.k % 8:  # nobody proposes it
+        known = GemmKey(key.kind, key.rows, key.n, 2048, key.dtype)
+        found = candidates.candidates(known)
+        monkeypatch.setattr(candidates, "candidates", lambda key: found)
+    params = STREAM_PARAMS | changed
+    entry = {"choice": "it", "candidates": {"it": {"kernel": "stream", "params": params}}}
+    path = tmp_path / "decode_gemm.json"
+    path.write_text(json.dumps({"stack": STACK, "entries": {name: entry}}))
+    table = read_table(path, STACK, candidates)
+    if said:
+        assert len(table.notes) == 1 and said in table.notes[0]
+    else:
+        assert table.notes == ()
+        assert table.choose(key) == KernelChoice("stream", tuple(sorted(params.items())))

@@ -9,7 +9,15 @@ import pytest
 from click import ClickException
 
 from mstar.kernels.registry import GemmKey, KernelChoice, Table, read_table, stack
-from mstar.scripts.tune_step import Trying, check_table, descend, known_tiles, start_together, write_choices
+from mstar.scripts.tune_step import (
+    Trying,
+    check_table,
+    descend,
+    known_tiles,
+    start_together,
+    take_back,
+    write_choices,
+)
 
 A = GemmKey("norm", 1, 8224, 1024, "bf16")
 B = GemmKey("residual", 1, 1024, 2048, "bf16")
@@ -86,6 +94,29 @@ def test_all_sizes_start_together_where_that_is_hardly_slower(together, moves):
     assert start_together(table, lambda key: FAST, step_us) == (10.0, moves)
     assert {table.choose(key) for key in (A, B)} == ({FAST} if moves else {SLOW})
     assert start_together(table, lambda key: None, step_us)[1] is False
+
+
+def test_a_start_that_does_not_run_or_does_not_pay_leaves_the_tables_choices(tmp_path):
+    table = Trying(Table(Defaults()), Defaults())
+
+    def step_us(limit):
+        if BROKEN in [table.choose(key) for key in (A, B)]:
+            raise RuntimeError("does not fit this GPU")
+        return 10.0
+
+    step_us(0.0)
+    assert start_together(table, lambda key: BROKEN, step_us) == (10.0, False)
+    assert {table.choose(key) for key in (A, B)} == {SLOW}
+
+    assert start_together(table, lambda key: FAST, step_us)[1]
+    times = {key: {FAST: 11.0} for key in (A, B)}
+    take_back(table, times, 10.0)
+    assert {table.choose(key) for key in (A, B)} == {SLOW}
+    path = tmp_path / "decode_gemm.json"
+    write_choices(
+        path, ("sm_90", "h200"), Defaults(), {key: (table.choose(key), times[key]) for key in (A, B)}
+    )
+    assert read_table(path, stack(), Defaults()).notes == ()
 
 
 def test_tiles_of_squares_are_those_of_the_residuals_choices():

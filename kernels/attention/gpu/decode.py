@@ -64,7 +64,8 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
     if pairs <= MANY_PAIRS[0]:
         return DecodeChoice(least_keys=32, programs=1 if pairs <= FEW_PAIRS else 2, num_warps=num_warps)
     programs = 1 if pairs <= MANY_PAIRS[1] else 0
-    if pairs > MANY_PAIRS[2] or torch.version.hip:  # AMD's units have room for small tiles alone
+    # many rows need the shared memory that larger tiles would take, and AMD's units have little
+    if pairs > MANY_PAIRS[2] or block_m > 32 or torch.version.hip:
         return DecodeChoice(programs=programs, num_warps=num_warps)
     return DecodeChoice(block_n=64, num_stages=3, programs=programs, num_warps=num_warps)
 
@@ -225,5 +226,6 @@ AOT_CASES = [
     _case(256, 4, 1, 66, 2, settled=True), _case(256, 4, 1, 33, 8, settled=True), _case(256, 4, 4, 66, 4),
     _case(256, 6, 4, 33, 8), _case(256, 6, 9, 33, 8), _case(64, 4, 1, 1, 128), _case(64, 4, 4, 8, 32),
     _case(256, 4, 1, 66, 4, last_only=True), _case(256, 4, 1, 3, 64, settled=True),
-    _case(256, 4, 1, 1, 128, settled=True), _case(256, 6, 9, 1, 128), _case(256, 4, 1, 1, 256, settled=True),
+    _case(256, 4, 1, 1, 128, settled=True), _case(256, 6, 4, 1, 128), _case(256, 6, 9, 1, 128),
+    _case(256, 4, 1, 1, 256, settled=True),
 ]  # fmt: skip

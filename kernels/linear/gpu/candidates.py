@@ -165,7 +165,7 @@ def with_params(choice: KernelChoice, **changed: int) -> KernelChoice:
 
 
 def launches(choice: KernelChoice, key: GemmKey) -> int:
-    """Graph nodes of a call: 1, but that cuBLAS has a norm kernel before it and an epilogue after it.
+    """Graph nodes of a call: 1, but that cuBLAS has a norm kernel before it and an epilogue after it; see below, too.
 
     A split of cuBLAS's own would be one more; it does not say.
     """
@@ -324,7 +324,9 @@ def _mma_candidates(key: GemmKey) -> list[KernelChoice]:
 
 def _stream_candidates(key: GemmKey) -> list[KernelChoice]:
     """Rings that leave a processor room for the kernels before and behind, k split where outputs are few programs."""
-    if key.dtype == "fp32" or key.rows > dot.MOST_ROWS or stream is None or not stream.usable():
+    if stream is None or not stream.usable():
+        return []
+    if key.dtype == "fp32" or key.rows > dot.MOST_ROWS or key.k % 8:
         return []
     item, rows = ITEM_BYTES[key.dtype], stream.block_rows(key.rows)
     sides = 2 if key.kind == "gated" else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from mstar.kernels.registry import KernelChoice
 
 try:
     from mstar.kernels.linear.gpu import stream as stream
-except ImportError:  # Gluon is experimental: a later Triton may have it elsewhere
+except Exception as error:  # Gluon is experimental: a later Triton may have it elsewhere, or otherwise
+    logging.getLogger(__name__).warning("linears do not stream, Triton has no Gluon as it was: %s", error)
     stream = None  # type: ignore[assignment]
 
 CUBLAS = KernelChoice("cublas")

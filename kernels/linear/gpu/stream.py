@@ -53,7 +53,7 @@ def arguments(
     if k % 8:
         raise ValueError(f"stream takes k in multiples of 8, which TMA reads, not {k}")
     if x.data_ptr() % 16 or x.stride(0) % 8:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # one row of any stride is contiguous
     block, outputs, depth = block_rows(rows), params["BLOCK_N"], params["BLOCK_K"]
     n = weight.shape[0] // (2 if gated else 1)
     return (triton.cdiv(n, outputs), params["SPLIT_K"], triton.cdiv(rows, block)), {
@@ -77,7 +77,7 @@ def arguments(
     }
 
 
-@gluon.jit(do_not_specialize=["rows", "n", "known_tiles"])
+@gluon.jit(do_not_specialize=["rows", "known_tiles"])  # n says how stores are aligned
 def _stream(
     x, weight, known, eps, out, rows, n, known_tiles,
     K: gl.constexpr, KNOWN: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -96,6 +96,7 @@ def _stream(
         tl.extra.cuda.gdc_launch_dependents()
     STEPS: gl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     RING: gl.constexpr = TILES if TILES < STEPS else STEPS
+    gl.static_assert(RING > 1 or STEPS == 1, "a place is filled again while the next one is used")
     SIDES: gl.constexpr = 2 if GATED else 1
     BYTES: gl.constexpr = (SIDES * BLOCK_N + ROWS) * BLOCK_K * 2
     output = gl.program_id(0) * BLOCK_N
@@ -230,7 +231,9 @@ def _case(out: str = "*bf16", known: int = 0, **constants: int | bool) -> AotCas
     if not known:
         signature["known"] = "constexpr"
         given["known"] = None
-    return AotCase(_stream, signature, given, num_warps=int(given["WARPS"]), pdl=True, targets=("sm_90",))
+    return AotCase(
+        _stream, signature, given, num_warps=int(given["WARPS"]), pdl=True, aligned=("n",), targets=("sm_90",)
+    )
 
 
 AOT_CASES = [
