@@ -57,6 +57,23 @@ def test_decode_of_sixteen_sequences_of_all_lengths_matches_float64(model, count
     check(case, run(case))
 
 
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    "sequences", [17, 33, 65]
+)  # of two KV heads: fewer than 64 pairs, up to 128, and more
+def test_decode_of_many_sequences_of_uneven_lengths_matches_float64(sequences, count):
+    starts = [(place * 37) % 200 for place in range(sequences - 2)] + [2049, 4096]
+    case = make("0.8B", starts, [count] * sequences, torch.bfloat16, decode=True, columns=300)
+    check(case, run(case))
+
+
+def test_decode_of_nine_rows_of_many_sequences_matches_float64():
+    case = make(
+        "27B", [place * 61 for place in range(16)], [9] * 16, torch.bfloat16, decode=True, columns=100
+    )
+    check(case, run(case))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_decode_in_other_dtypes_matches_float64(dtype, count):

@@ -55,20 +55,23 @@ def test_the_default_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
 @pytest.mark.parametrize("size", [*SIZES, *ODD])
 def test_stream_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
     from mstar.kernels.linear.gpu import stream
+    from mstar.kernels.linear.gpu.candidates import with_params
 
     if not stream.usable():
         pytest.skip(NOT_HOPPER)
     key = key_of(size, rows)
     found = streams(key)
-    assert faults(key, rows, found[:: max(1, len(found) // 3)]) == []
+    tried = found[:: max(1, len(found) // 3)]
+    assert faults(key, rows, [*tried, with_params(found[0], SOON=1)]) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tiles", [1, 64, 700])
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])
 @pytest.mark.parametrize("kind", ["norm", "gated"])
-def test_stream_takes_the_products_that_a_residual_left(kind, rows, tiles):
+def test_stream_takes_the_products_that_a_residual_left(kind, rows, tiles, dtype):
     from mstar.kernels.linear.gpu import stream
-    from mstar.kernels.linear.gpu.run import Prepared, run_linear
+    from mstar.kernels.linear.gpu.run import Prepared, _prescale, run_linear
 
     if not stream.usable():
         pytest.skip(NOT_HOPPER)
@@ -77,12 +80,13 @@ def test_stream_takes_the_products_that_a_residual_left(kind, rows, tiles):
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    x, norm = random(rows, 1048).bfloat16(), random(1048).abs() + 0.5
-    weight = (random(2 * 1000 if kind == "gated" else 1000, 1048) / 32).bfloat16()
+    x, norm = random(rows, 1048).to(dtype), random(1048).abs() + 0.5
+    weight = (random(2 * 1000 if kind == "gated" else 1000, 1048) / 32).to(dtype)
     shares = torch.rand(tiles, rows, generator=generator, device="cuda")
     squares = x.float().square().sum(1) * shares / shares.sum(0)
-    known = Prepared(squares, (x.float() * norm).bfloat16(), norm)
-    choice = streams(GemmKey(kind, row_bucket(rows) or 0, 1000, 1048, "bf16"))[0]
+    known = Prepared(squares, (x.float() * norm * _prescale(dtype)).to(dtype), norm)
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    choice = streams(GemmKey(kind, row_bucket(rows) or 0, 1000, 1048, name))[0]
     given = {"kind": kind, "norm": norm, "eps": EPS}
     got = run_linear(choice, x, weight, known=known, **given)
     want = exact(x=x, weight=weight, residual=None, **given)
@@ -166,7 +170,7 @@ def faults(key: GemmKey, rows: int, choices: Iterable[KernelChoice]) -> list[str
 def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
     """A chain as a layer has it, each call reading what the one before wrote, in dependent launches."""
     from mstar.kernels.linear.gpu import stream
-    from mstar.kernels.linear.gpu.candidates import candidates, default
+    from mstar.kernels.linear.gpu.candidates import candidates, default, with_params
     from mstar.kernels.linear.gpu.run import run_linear
 
     generator = torch.Generator("cuda").manual_seed(rows)
@@ -193,7 +197,8 @@ def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
 
     pairs = [(default(gated), choice) for choice in (default(key), *splits[:2])]
     if stream.usable():
-        pairs += [(streams(gated)[0], streams(key)[0]), (streams(gated)[1], streams(key)[1])]
+        pairs += [(streams(gated)[place], streams(key)[place]) for place in (0, 1)]
+        pairs += [tuple(with_params(choice, SOON=1) for choice in pair) for pair in pairs[-2:]]
     for first, choice in pairs:
         want = chain(first, choice, wait=True)
         graph = torch.cuda.CUDAGraph()
@@ -204,3 +209,48 @@ def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(got, want), (first, choice)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_stream_reads_what_the_kernel_before_it_prepared(rows):
+    """The squares and products of a residual's kernel, in dependent launches: never those of the step before."""
+    from mstar.kernels.linear.gpu import stream
+    from mstar.kernels.linear.gpu.ahead import Ahead
+    from mstar.kernels.linear.gpu.candidates import candidates
+    from mstar.kernels.linear.gpu.run import Prepared, run_linear, run_residual
+
+    if not stream.usable():
+        pytest.skip(NOT_HOPPER)
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    x, norm = random(rows, 1024), torch.rand(1024, generator=generator, device="cuda") + 0.5
+    both, down = random(2 * 3584, 1024) / 32, random(1024, 3584) / 60
+    first = streams(GemmKey("gated", rows, 3584, 1024, "bf16"))[0]
+    key = GemmKey("residual", rows, 1024, 3584, "bf16")
+    second = next(choice for choice in candidates(key) if choice.kernel == ("fma" if rows == 1 else "dot"))
+    ahead = Ahead(both, halves=2, norm=norm, eps=EPS)
+
+    def chain(wait: bool) -> torch.Tensor:
+        y, made = x, None
+        for _ in range(12):
+            h = run_linear(first, y, both, kind="gated", norm=norm, eps=EPS, known=made)
+            if wait:
+                torch.cuda.synchronize()
+            y, made = run_residual(second, h, down, y, ahead, scaled=True)
+            if wait:
+                torch.cuda.synchronize()
+            assert isinstance(made, Prepared) and made.scaled is not None
+        return y
+
+    want = chain(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(wait=False)
+    for _ in range(20):
+        got.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
