@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mstar.kernels.attention import attention_decode
+from mstar.kernels.attention.gpu.decode import DecodeChoice, attend_decode, default_choice, segments
 from mstar.kernels.attention.gpu.qkv import qkv_norm_rope_cache
 from mstar.kernels.attention.gpu.run import attention_gpu
 from tests.support.attention import BLOCK, paged, random_weights, relative_error
@@ -128,3 +129,41 @@ def test_far_positions_turn_by_their_float32_angle(device, position):
     assert relative_error(q, case.parts(0)[0]) < 1e-6
     block, offset = int(rows.block_tables[0, 0]), position % BLOCK
     assert relative_error(case.k_cache[block, :, :, offset], case.parts(0)[2][0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "choice, cut",
+    [
+        (DecodeChoice(block_n=64, num_stages=3, programs=0), 1),
+        (DecodeChoice(block_n=64, num_stages=3, programs=1), 2),
+        (DecodeChoice(programs=2), 4),
+    ],
+)
+def test_keys_stay_whole_or_are_cut_and_the_rows_are_the_same(device, choice, cut):
+    generator = torch.Generator().manual_seed(8)
+    weights = random_weights(4, 1, 16, 8, generator)
+    case = paged(
+        weights,
+        [300, 5],
+        [1] * 2,
+        dtype=torch.float32,
+        device=device,
+        generator=generator,
+        decode=True,
+        columns=20,
+    )
+    if device.type == "cpu":  # four processors, two pairs
+        assert segments(choice, 2, 320, device) == cut
+    assert segments(replace(choice, programs=0), 128, 1 << 14, device) == 1
+    q = qkv_norm_rope_cache(case.proj, case.weights, case.k_cache, case.v_cache, case.rows)
+    out = attend_decode(q, case.proj, case.weights, case.k_cache, case.v_cache, case.rows, choice=choice)
+    check(case, out, torch.float32)
+
+
+def test_how_many_pairs_there_are_says_how_keys_are_cut(device):
+    few, some, many, most = (default_choice(torch.bfloat16, 16, pairs) for pairs in (2, 32, 128, 256))
+    assert (few.programs, some.programs, many.programs, most.programs) == (1, 2, 0, 0)
+    assert (some.block_n, most.block_n) == (32, 32)
+    assert default_choice(torch.bfloat16, 64, 128).block_n == 32  # many rows leave no room for larger tiles
+    if not torch.version.hip:
+        assert many.block_n == 64
