@@ -234,6 +234,15 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
     return choice
 
 
+def stream_ring(key: GemmKey, params: Mapping[str, int]) -> tuple[int, int]:
+    """Of "stream": bytes of a place of its ring, a tile of weights and one of x; tiles of k that a program has."""
+    outputs = params["BLOCK_N"] * (2 if key.kind == "gated" else 1)
+    place = (
+        (outputs + max(8, min(64, key.rows))) * params["BLOCK_K"] * 2
+    )  # 8 rows at least, 64 a program at most
+    return place, -(-key.k // (params["BLOCK_K"] * params["SPLIT_K"]))
+
+
 def _check_stream(key: GemmKey, params: Mapping[str, int]) -> None:
     """Raises ValueError for what its launch would not take, or its ring not end with."""
     warps, outputs, depth, ring = (params[name] for name in ("num_warps", "BLOCK_N", "BLOCK_K", "num_stages"))
@@ -245,10 +254,8 @@ def _check_stream(key: GemmKey, params: Mapping[str, int]) -> None:
         params["SPLIT_K"] > 1 and key.kind != "residual"
     ):
         raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER, others take it whole")
-    steps = -(-key.k // (depth * params["SPLIT_K"]))
-    rows = max(8, min(64, key.rows))
-    tile = (outputs * (2 if key.kind == "gated" else 1) + rows) * depth * 2  # bytes
-    if not min(2, steps) <= ring <= SHARED_BYTES // tile:
+    place, steps = stream_ring(key, params)
+    if not min(2, steps) <= ring <= SHARED_BYTES // place:
         raise ValueError("stream's ring is of two tiles or more, or of all of k, and fits in 227 KiB")
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.linear.gpu.run import stream  # None where Triton has no Gluon
-from mstar.kernels.registry import OPTIONAL, GemmKey, KernelChoice
+from mstar.kernels.registry import OPTIONAL, GemmKey, KernelChoice, stream_ring
 
 CUBLAS = KernelChoice("cublas")
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -143,10 +143,12 @@ def variants(key: GemmKey, choice: KernelChoice) -> list[KernelChoice]:
         return []
     params = dict(choice.params)
     if choice.kernel == "stream":
+        place, steps = stream_ring(key, params)
         rings = [params["num_stages"] + more for more in (-2, -1, 1, 2)]
+        rings = [tiles for tiles in rings if 2 <= tiles <= min(steps, SHARED_BYTES // place)]
         return [
             with_params(choice, SOON=1 - params.get("SOON", 0)),
-            *(with_params(choice, num_stages=tiles) for tiles in rings if _ring_fits(key, params, tiles)),
+            *(with_params(choice, num_stages=tiles) for tiles in rings),
         ]
     switches = ["SOON"]
     if key.kind == "residual":
@@ -165,14 +167,15 @@ def with_params(choice: KernelChoice, **changed: int) -> KernelChoice:
 
 
 def launches(choice: KernelChoice, key: GemmKey) -> int:
-    """Graph nodes of a call: 1, but that cuBLAS has a norm kernel before it and an epilogue after it; see below, too.
+    """Graph nodes of a call: 1, but that cuBLAS has a norm kernel before it and an epilogue after it.
 
-    A split of cuBLAS's own would be one more; it does not say.
+    stream, alone, has a norm kernel before it; in a step the kernel before norms, or makes products ready. A split of
+    cuBLAS's own would be one more; it does not say.
     """
     if choice.kernel != "cublas":
         params = dict(choice.params)
         if choice.kernel == "stream" and key.kind in ("norm", "gated"):
-            return 2  # alone; in a step the kernel before norms, or makes products ready
+            return 2
         return 1 + params.get("NORM_FIRST", 0) + params.get("SUM_AFTER", 0)
     return 1 + (key.kind in ("norm", "gated")) + (key.kind in ("gated", "residual"))
 
@@ -328,46 +331,32 @@ def _stream_candidates(key: GemmKey) -> list[KernelChoice]:
         return []
     if key.dtype == "fp32" or key.rows > dot.MOST_ROWS or key.k % 8:
         return []
-    item, rows = ITEM_BYTES[key.dtype], stream.block_rows(key.rows)
-    sides = 2 if key.kind == "gated" else 1
     fixed = {"SUM_AFTER": 1} if key.kind == "residual" else {}  # it adds up no parts itself
     found = []
     for outputs, block_k, warps in STREAM_TILES:
-        tile = (outputs * sides + rows) * block_k * item
         for split in (1, 2, 4, 7, 8) if key.kind == "residual" else (1,):
-            steps = -(-key.k // (block_k * split))
+            params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, **fixed}
+            place, steps = stream_ring(key, params)
             if split > 1 and (
                 steps * split * block_k > key.k or -(-key.n // outputs) * split > 4 * PROCESSORS
             ):
                 continue
-            for tiles in dict.fromkeys(min(ring // tile, steps) for ring in STREAM_RINGS):
+            for tiles in dict.fromkeys(min(ring // place, steps) for ring in STREAM_RINGS):
                 if tiles >= min(2, steps):
-                    params = {"BLOCK_N": outputs, "BLOCK_K": block_k, "SPLIT_K": split, "num_stages": tiles}
-                    found.append(_choice("stream", **params, **fixed, num_warps=warps))
-    return sorted(found, key=lambda choice: _stream_distance(choice, key, sides, rows))
+                    found.append(_choice("stream", **params, num_stages=tiles, num_warps=warps))
+    return sorted(found, key=lambda choice: _stream_distance(choice, key))
 
 
-def _stream_distance(choice: KernelChoice, key: GemmKey, sides: int, rows: int) -> float:
+def _stream_distance(choice: KernelChoice, key: GemmKey) -> float:
     """How far a launch is from bytes enough on their way, all in one go, in doublings; 0 is best."""
     params = dict(choice.params)
-    ring = (
-        (params["BLOCK_N"] * sides + rows) * params["BLOCK_K"] * params["num_stages"] * ITEM_BYTES[key.dtype]
-    )
+    ring = stream_ring(key, params)[0] * params["num_stages"]
     together = PROCESSORS * max(1, SHARED_BYTES // ring)
     count = programs(choice, key)
-    weight = sides * key.n * key.k * ITEM_BYTES[key.dtype]
+    weight = key.weight_shape[0] * key.k * ITEM_BYTES[key.dtype]
     distance = max(0.0, log2(min(8 << 20, weight) / (min(count, together) * ring)))
     distance += max(0.0, log2(PROCESSORS * 0.6 / count)) + max(0.0, log2(count / together)) / 4
     return distance + log2(params["SPLIT_K"]) / 4
-
-
-def _ring_fits(key: GemmKey, params: dict[str, int], tiles: int) -> bool:
-    """Whether a ring of so many tiles is one, and a processor has room for it."""
-    assert stream is not None
-    outputs = params["BLOCK_N"] * (2 if key.kind == "gated" else 1)
-    tile = (outputs + stream.block_rows(key.rows)) * params["BLOCK_K"] * ITEM_BYTES[key.dtype]
-    steps = -(-key.k // (params["BLOCK_K"] * params["SPLIT_K"]))
-    return 2 <= tiles <= steps and tiles * tile <= SHARED_BYTES
 
 
 def _distance(choice: KernelChoice, key: GemmKey) -> float:
