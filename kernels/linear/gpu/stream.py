@@ -26,6 +26,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import runs_gluon
 
+# Triton 3.6 calls it otherwise than 3.9.
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 MOST_ROWS = 64
 # Both sides of the product, tiles of 64 values of k side by side, as the tensor cores read them.
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -110,7 +112,7 @@ def _stream(
     for tile in gl.static_range(RING):
         mbarrier.expect(ready.index(tile), BYTES)  # of both; x comes after the wait
         for side in gl.static_range(SIDES):
-            tma.async_copy_global_to_shared(
+            load_tile(
                 weight,
                 [side * n + output, first + tile * BLOCK_K],
                 ready.index(tile),
@@ -121,9 +123,7 @@ def _stream(
         if not SOON:
             tl.extra.cuda.gdc_launch_dependents()
     for tile in gl.static_range(RING):
-        tma.async_copy_global_to_shared(
-            x, [line, first + tile * BLOCK_K], ready.index(tile), x_ring.index(tile)
-        )
+        load_tile(x, [line, first + tile * BLOCK_K], ready.index(tile), x_ring.index(tile))
     part = 0.0
     HELD: gl.constexpr = KNOWN * ROWS <= 32 * 32 * WARPS  # more a thread would spill
     if known is not None and HELD:
@@ -149,10 +149,10 @@ def _stream(
                 k = first + later * BLOCK_K
                 mbarrier.expect(ready.index(free), BYTES)
                 for side in gl.static_range(SIDES):
-                    tma.async_copy_global_to_shared(
+                    load_tile(
                         weight, [side * n + output, k], ready.index(free), w_ring.index(free * SIDES + side)
                     )
-                tma.async_copy_global_to_shared(x, [line, k], ready.index(free), x_ring.index(free))
+                load_tile(x, [line, k], ready.index(free), x_ring.index(free))
     if GATED:
         y, up = warpgroup_mma_wait(0, deps=(y, up))
     else:
