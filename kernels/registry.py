@@ -237,9 +237,8 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
 def stream_ring(key: GemmKey, params: Mapping[str, int]) -> tuple[int, int]:
     """Of "stream": bytes of a place of its ring, a tile of weights and one of x; tiles of k that a program has."""
     outputs = params["BLOCK_N"] * (2 if key.kind == "gated" else 1)
-    place = (
-        (outputs + max(8, min(64, key.rows))) * params["BLOCK_K"] * 2
-    )  # 8 rows at least, 64 a program at most
+    rows = max(8, min(64, key.rows))  # of a program
+    place = (outputs + rows) * params["BLOCK_K"] * 2
     return place, -(-key.k // (params["BLOCK_K"] * params["SPLIT_K"]))
 
 

@@ -58,10 +58,9 @@ def test_decode_of_sixteen_sequences_of_all_lengths_matches_float64(model, count
 
 
 @pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize(
-    "sequences", [17, 33, 65]
-)  # of two KV heads: fewer than 64 pairs, up to 128, and more
+@pytest.mark.parametrize("sequences", [17, 33, 65])
 def test_decode_of_many_sequences_of_uneven_lengths_matches_float64(sequences, count):
+    """Of two KV heads: up to 64 pairs, up to 128, and more."""
     starts = [(place * 37) % 200 for place in range(sequences - 2)] + [2049, 4096]
     case = make("0.8B", starts, [count] * sequences, torch.bfloat16, decode=True, columns=300)
     check(case, run(case))

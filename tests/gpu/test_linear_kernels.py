@@ -30,7 +30,6 @@ SIZES = {
     "9B down": ("residual", 4096, 12288),
     "9B fc": ("plain", 4096, 8192),
 }
-NOT_HOPPER = "stream is for Hopper's GPUs, and this is none"
 # neither tiles of outputs nor of k are whole
 ODD = {
     "odd in": ("norm", 1000, 1048),
@@ -54,11 +53,8 @@ def test_the_default_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 33, 64])
 @pytest.mark.parametrize("size", [*SIZES, *ODD])
 def test_stream_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
-    from mstar.kernels.linear.gpu import stream
     from mstar.kernels.linear.gpu.candidates import with_params
 
-    if not stream.usable():
-        pytest.skip(NOT_HOPPER)
     key = key_of(size, rows)
     found = streams(key)
     tried = found[:: max(1, len(found) // 3)]
@@ -70,11 +66,8 @@ def test_stream_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
 @pytest.mark.parametrize("rows", [1, 5, 16, 64])
 @pytest.mark.parametrize("kind", ["norm", "gated"])
 def test_stream_takes_the_products_that_a_residual_left(kind, rows, tiles, dtype):
-    from mstar.kernels.linear.gpu import stream
     from mstar.kernels.linear.gpu.run import Prepared, _prescale, run_linear
 
-    if not stream.usable():
-        pytest.skip(NOT_HOPPER)
     generator = torch.Generator("cuda").manual_seed(rows)
 
     def random(*shape: int) -> torch.Tensor:
@@ -110,9 +103,12 @@ def test_every_candidate_is_the_formula_and_its_graph_gives_its_bytes(size, rows
 
 
 def streams(key: GemmKey) -> list[KernelChoice]:
-    """The candidates of "stream" for a size."""
+    """The candidates of "stream" for a size; skips a test on a GPU that it is not for."""
+    from mstar.kernels.linear.gpu import stream
     from mstar.kernels.linear.gpu.candidates import default, step_candidates
 
+    if not stream.usable():
+        pytest.skip("stream is for Hopper's GPUs, and this is none")
     found = [choice for choice in step_candidates(key, default(key)) if choice.kernel == "stream"]
     assert found
     return found
@@ -214,13 +210,10 @@ def test_calls_of_one_graph_in_a_row_do_not_overtake_each_other(rows):
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_stream_reads_what_the_kernel_before_it_prepared(rows):
     """The squares and products of a residual's kernel, in dependent launches: never those of the step before."""
-    from mstar.kernels.linear.gpu import stream
     from mstar.kernels.linear.gpu.ahead import Ahead
     from mstar.kernels.linear.gpu.candidates import candidates
     from mstar.kernels.linear.gpu.run import Prepared, run_linear, run_residual
 
-    if not stream.usable():
-        pytest.skip(NOT_HOPPER)
     generator = torch.Generator("cuda").manual_seed(rows)
 
     def random(*shape: int) -> torch.Tensor:

@@ -169,6 +169,12 @@ def _is_scaled(known: Prepared | None, norm: torch.Tensor) -> bool:
     return known is not None and known.scaled is not None and known.multiplier is norm
 
 
+def _of_squares(squares: torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
+    """What a kernel takes of the squares that are known, [tiles, rows]; it is compiled for a power of two of tiles."""
+    tiles = 1 if squares is None else squares.shape[0]
+    return {"known": squares, "known_tiles": tiles, "KNOWN": triton.next_power_of_2(tiles)}
+
+
 def _prescale(dtype: torch.dtype) -> float:
     """What x * norm is multiplied by before it is rounded, so that fp16 holds it."""
     return 1 / 16 if dtype == torch.float16 else 1.0  # 16: more than a norm's multiplier is
@@ -255,9 +261,7 @@ def skinny_call(
         "ROWS": block,
         "scratch": torch.empty(programs, arguments["BLOCK_N"], block, device=x.device) if counted else None,
         "counters": _counters(x.device, grid[0] * grid[2]) if counted else None,
-        "known": squares,
-        "known_tiles": 1 if squares is None else squares.shape[0],
-        "KNOWN": 1 if squares is None else triton.next_power_of_2(squares.shape[0]),
+        **_of_squares(squares),
         "UPCAST": interpreted(),
     }
     if choice.kernel == "mma":
@@ -286,8 +290,9 @@ def _stream_call(
         x, squares = known.scaled, known.squares
     if kind == "residual" or (params["SPLIT_K"] > 1 and out.dim() == 2):
         raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER")
-    grid, arguments = stream.arguments(params, x, weight, kind == "gated", squares)
-    arguments |= {"eps": eps, "PRESCALE": _prescale(x.dtype), "out": out, **launch_options(x.device)}
+    grid, arguments = stream.arguments(params, x, weight, kind == "gated")
+    arguments |= {"eps": eps, "PRESCALE": _prescale(x.dtype), "out": out}
+    arguments |= _of_squares(squares) | launch_options(x.device)
     return Call(stream._stream, grid, arguments, out)
 
 

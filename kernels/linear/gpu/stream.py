@@ -25,17 +25,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import runs_gluon
+from mstar.kernels.linear.gpu.dot import block_rows
+from mstar.kernels.linear.gpu.epilogue import gated_value
 
 # Triton 3.6 calls it otherwise than 3.9.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-MOST_ROWS = 64
 # Both sides of the product, tiles of 64 values of k side by side, as the tensor cores read them.
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-def block_rows(rows: int) -> int:
-    """Rows of a tile of x for so many: 8 is what the tensor cores take at least."""
-    return max(8, min(MOST_ROWS, 1 << (rows - 1).bit_length()))
 
 
 def usable() -> bool:
@@ -46,9 +42,9 @@ def usable() -> bool:
 
 
 def arguments(
-    params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, gated: bool, squares: torch.Tensor | None
+    params: dict[str, int], x: torch.Tensor, weight: torch.Tensor, gated: bool
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid, and most arguments; params: a choice's. x and weight: bf16 or fp16; squares: see `_stream`'s known."""
+    """Grid, and the arguments of its shapes and tiles; params: a choice's. x and weight: bf16 or fp16."""
     if x.dtype.itemsize != 2:
         raise ValueError(f"stream takes bf16 and fp16, not {x.dtype}")
     rows, k = x.shape
@@ -61,9 +57,6 @@ def arguments(
     return (triton.cdiv(n, outputs), params["SPLIT_K"], triton.cdiv(rows, block)), {
         "x": TensorDescriptor.from_tensor(x, [block, depth], SWIZZLED),
         "weight": TensorDescriptor.from_tensor(weight, [outputs, depth], SWIZZLED),
-        "known": squares,
-        "known_tiles": 1 if squares is None else squares.shape[0],
-        "KNOWN": 1 if squares is None else triton.next_power_of_2(squares.shape[0]),
         "rows": rows,
         "n": n,
         "K": k,
@@ -170,10 +163,7 @@ def _stream(
     stored: gl.constexpr = gl.BlockedLayout([VECTOR, 1], [64 // VECTOR, VECTOR // 2], [1, WARPS], [0, 1])
     y = gl.convert_layout(y, stored)
     if GATED:
-        # the reference's roundings: the products, silu, and by the store the result
-        gate = y.to(out.dtype.element_ty).to(gl.float32)
-        silu = (gate / (1.0 + gl.exp(-gate))).to(out.dtype.element_ty).to(gl.float32)
-        y = silu * gl.convert_layout(up, stored).to(out.dtype.element_ty).to(gl.float32)
+        y = gated_value(y, gl.convert_layout(up, stored), out.dtype.element_ty)
     outputs = output + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))[:, None]
     lines = line + gl.arange(0, ROWS, gl.SliceLayout(0, stored))[None, :]
     at = out + (gl.program_id(1).to(gl.int64) * rows + lines) * n + outputs
