@@ -10,20 +10,19 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
+from mstar.kernels.attention.gpu.balance import attend_balanced
 from mstar.kernels.attention.gpu.reduce import reduce_segments
-from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys, gated, keys_a_segment, walk_keys
+from mstar.kernels.attention.gpu.segment import BLOCKS_ASKED, attend_segment, store_gated, store_part
+from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys, keys_a_segment
 from mstar.kernels.attention.weights import AttentionWeights
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.rows import Rows
 
-# Blocks of keys that a program asks the second cache for before its wait: all of a short context's, and of a long
-# one's not so many that they push each other out.
-BLOCKS_ASKED = tl.constexpr(8)
 # Of a sequence and KV head, up to which one program a multiprocessor is better than two, whose parts take longer to
 # merge.
 FEW_PAIRS = 2
-# From more pairs on than the first, one program a multiprocessor again, with larger tiles; from more than the second,
-# one a pair, without parts; from more than the third, two of those share a multiprocessor, with small tiles.
+# From more pairs on than the first, keys are cut by the lengths, with larger tiles; from more than the second, only
+# those of long sequences; from more than the third, two programs share a multiprocessor, with small tiles.
 MANY_PAIRS = (32, 64, 128)
 
 
@@ -31,7 +30,7 @@ MANY_PAIRS = (32, 64, 128)
 class DecodeChoice:
     """How a call is cut: keys a tile and a segment's least, programs wanted a multiprocessor, and Triton's options.
 
-    programs: 0 for one of each pair of a sequence and KV head, whose keys stay whole.
+    balanced: cut by the lengths, which the device knows, and not by shapes alone: for many sequences.
     """
 
     block_n: int = 32
@@ -39,6 +38,7 @@ class DecodeChoice:
     programs: int = 2
     num_warps: int = 4
     num_stages: int = 4
+    balanced: bool = False
 
 
 @functools.cache
@@ -54,20 +54,21 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
     Segments of one tile make a short context faster while the GPU has room for them: a step of 0.8B on one H200 took
     582 us with 32 keys and 590 with 64 at one sequence of 200 tokens, 942 and 949 at 16, 1,744 and 1,740 at 64.
     One program a multiprocessor in place of two: 2B, of two KV heads, 1,173 us in place of 1,200 at one sequence of
-    8,192 tokens; 9B, of four, 4,227 in place of 4,210. Where there are many pairs, at 200 and 2,048 tokens: 0.8B at 32
-    1,151 / 1,411 in place of 1,156 / 1,434, at 64 1,689 / 2,076 of 1,706 / 2,159; 8 layers of 9B at 64 2,055 / 2,287
-    of 2,074 / 2,307.
+    8,192 tokens; 9B, of four, 4,227 in place of 4,210. Whole keys where there are many pairs, at 200 and 2,048 tokens:
+    0.8B at 32 1,151 / 1,411 in place of 1,156 / 1,434, at 64 1,689 / 2,076 of 1,706 / 2,159; 8 layers of 9B at 64
+    2,055 / 2,287 of 2,074 / 2,307.
     """
     if dtype == torch.float32:
         return DecodeChoice(block_n=16, num_stages=2, num_warps=4 if block_m <= 16 else 8)
     num_warps = 4 if block_m <= 32 else 8
     if pairs <= MANY_PAIRS[0]:
         return DecodeChoice(least_keys=32, programs=1 if pairs <= FEW_PAIRS else 2, num_warps=num_warps)
-    programs = 1 if pairs <= MANY_PAIRS[1] else 0
+    least_keys = 128 if pairs <= MANY_PAIRS[1] else 512
     # many rows need the shared memory that larger tiles would take, and AMD's units have little
     if pairs > MANY_PAIRS[2] or block_m > 32 or torch.version.hip:
-        return DecodeChoice(programs=programs, num_warps=num_warps)
-    return DecodeChoice(block_n=64, num_stages=3, programs=programs, num_warps=num_warps)
+        programs = 2 if block_m <= 32 else 1
+        return DecodeChoice(32, least_keys, programs, num_warps, balanced=True)
+    return DecodeChoice(64, least_keys, 1, num_warps, num_stages=3, balanced=True)
 
 
 def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
@@ -90,13 +91,15 @@ def attend_decode(
     rows: Rows,
     last_only: bool = False,
     choice: DecodeChoice | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention and gate of `rows.rows_per_seq` rows a sequence, or of each sequence's last row with last_only.
 
     q: [rows, q_heads, head_dim] of `qkv_norm_rope_cache`, which also wrote these rows' keys; proj: its input, for
-    the gates. With last_only the part may be prefill. How many keys a sequence has is read on the device: the grid
-    depends on shapes alone; with rows.settled it is read, and keys are asked for, before other kernels' results are
-    waited for. Returns [rows, q_heads * head_dim], or [sequences, ...], in the model dtype.
+    the gates. With last_only the part may be prefill. arrivals: [sequences * kv_heads] int32 zeros, of this call's
+    own; without them the cut knows shapes alone. How many keys a sequence has is read on the device: the grid depends
+    on shapes; with rows.settled it is read, and keys are asked for, before other kernels' results are waited for.
+    Returns [rows, q_heads * head_dim], or [sequences, ...], in the model dtype.
     """
     dim, heads, device = weights.head_dim, weights.q_heads, proj.device
     per_seq = 1 if last_only else rows.rows_per_seq
@@ -106,6 +109,16 @@ def attend_decode(
     pairs = rows.sequences * weights.kv_heads
     choice = choice or default_choice(proj.dtype, block_m, pairs)
     most_keys = rows.block_tables.shape[1] * k_cache.shape[-1]
+    options = {
+        "GROUP": group, "KV_HEADS": weights.kv_heads, "DIM": dim, "BLOCK_SIZE": k_cache.shape[-1], "ROWS": per_seq,
+        "TABLE_ROWS": rows.table_rows is not None, "LEAST": choice.least_keys, "BLOCK_M": block_m,
+        "BLOCK_N": choice.block_n, "WIDE": interpreted() or proj.dtype == torch.float32,
+        "SETTLED": rows.settled and not last_only, "THREADS": choice.num_warps * (64 if torch.version.hip else 32),
+        "num_warps": choice.num_warps, "num_stages": choice.num_stages, **launch_options(device),
+    }  # fmt: skip
+    if choice.balanced and arrivals is not None and not last_only:
+        programs = choice.programs * multiprocessors(device)
+        return attend_balanced(q, proj, k_cache, v_cache, rows, arrivals, programs, options)
     cut = segments(choice, pairs, most_keys, device)
     out = torch.empty(count, heads * dim, dtype=proj.dtype, device=device)
     parts = torch.empty(count * heads * cut if cut > 1 else 0, dim, dtype=torch.float32, device=device)
@@ -114,12 +127,7 @@ def attend_decode(
     _attend_decode[(cut, weights.kv_heads, rows.sequences)](
         q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums,
         rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
-        table_rows, dim**-0.5 * LOG2_E,
-        GROUP=group, KV_HEADS=weights.kv_heads, DIM=dim, BLOCK_SIZE=k_cache.shape[-1], ROWS=per_seq,
-        LAST_ONLY=last_only, TABLE_ROWS=rows.table_rows is not None, SEGMENTS=cut, LEAST=choice.least_keys,
-        BLOCK_M=block_m, BLOCK_N=choice.block_n, WIDE=interpreted() or proj.dtype == torch.float32,
-        SETTLED=rows.settled and not last_only, THREADS=choice.num_warps * (64 if torch.version.hip else 32),
-        num_warps=choice.num_warps, num_stages=choice.num_stages, **launch_options(device),
+        table_rows, dim**-0.5 * LOG2_E, LAST_ONLY=last_only, SEGMENTS=cut, **options,
     )  # fmt: skip
     if cut > 1:
         reduce_segments(
@@ -171,30 +179,18 @@ def _attend_decode(
     # the first one always runs: it is what a single segment writes, and what the reduction reads of no keys
     if begin < end or segment == 0:
         m = tl.arange(0, BLOCK_M)
-        d = tl.arange(0, DIM)
-        row = m // GROUP
-        head = kv_head * GROUP + m % GROUP
         used = m < ROWS * GROUP
-        at = (row0 + row) * (KV_HEADS * GROUP) + head
-        tile = tl.load(q + at[:, None] * DIM + d[None, :], mask=used[:, None], other=0.0)
-        acc = tl.zeros((BLOCK_M, DIM), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        acc, top, total = walk_keys(
-            tile, acc, top, total, start.to(tl.int32) + row,
-            k_head, v_head, table, begin, end, score_scale, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_N, True, True, WIDE,
+        acc, log = attend_segment(
+            q, row0, kv_head, m, used, start, k_head, v_head, table, begin, end, score_scale,
+            GROUP, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WIDE,
         )  # fmt: skip
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # a row may see no key of this segment
-        to = (sequence * ROWS + row) * (KV_HEADS * GROUP) + head
         if SEGMENTS == 1:
-            gate_at = proj + (row0 + row) * proj_stride + head * (2 * DIM) + DIM
-            gate = tl.load(gate_at[:, None] + d[None, :], mask=used[:, None], other=0.0)
-            result = gated(acc, gate, out.dtype.element_ty)
-            tl.store(out + to[:, None] * DIM + d[None, :], result, mask=used[:, None])
+            store_gated(
+                out, proj, proj_stride, row0, sequence * ROWS, kv_head, m, used, acc, GROUP, KV_HEADS, DIM
+            )
         else:
-            to = to * SEGMENTS + segment
-            tl.store(parts + to[:, None] * DIM + d[None, :], acc, mask=used[:, None])
-            tl.store(sums + to, tl.log2(total) + top, mask=used)
+            to = (sequence * ROWS + m // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
+            store_part(parts, sums, to * SEGMENTS + segment, acc, log, used, DIM)
 
 
 def _case(
@@ -225,7 +221,5 @@ def _case(
 AOT_CASES = [
     _case(256, 4, 1, 66, 2, settled=True), _case(256, 4, 1, 33, 8, settled=True), _case(256, 4, 4, 66, 4),
     _case(256, 6, 4, 33, 8), _case(256, 6, 9, 33, 8), _case(64, 4, 1, 1, 128), _case(64, 4, 4, 8, 32),
-    _case(256, 4, 1, 66, 4, last_only=True), _case(256, 4, 1, 3, 64, settled=True),
-    _case(256, 4, 1, 1, 128, settled=True), _case(256, 6, 4, 1, 128), _case(256, 6, 9, 1, 128),
-    _case(256, 4, 1, 1, 256, settled=True),
+    _case(256, 4, 1, 66, 4, last_only=True), _case(256, 4, 1, 3, 64, last_only=True),
 ]  # fmt: skip

@@ -13,13 +13,19 @@ from mstar.kernels.rows import Rows
 
 
 def qkv_norm_rope_cache(
-    proj: torch.Tensor, weights: AttentionWeights, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: Rows
+    proj: torch.Tensor,
+    weights: AttentionWeights,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: Rows,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The q of every row, ready for the scores but for their scale; K and V go to the caches.
 
     proj: [rows, proj_width], model dtype, columns side by side; k_cache: [blocks, kv_heads, head_dim, block] and
     v_cache: [blocks, kv_heads, block, head_dim], model dtype, contiguous, updated in place. A position past the
-    block table, and a row past `rows.cu_rows`, is written to the sink, block 0.
+    block table, and a row past `rows.cu_rows`, is written to the sink, block 0. arrivals: [sequences * kv_heads]
+    int32, of a decode part, becomes zeros for `attend_decode`.
     Returns [rows, q_heads, head_dim] in the model dtype.
     """
     assert proj.stride(1) == 1 and rows.block_tables.stride(1) == 1
@@ -28,11 +34,12 @@ def qkv_norm_rope_cache(
     table_rows = rows.starts if rows.table_rows is None else rows.table_rows
     _qkv_norm_rope_cache[(count, weights.q_heads + weights.kv_heads)](
         proj, proj.stride(0), weights.q_norm, weights.k_norm, weights.inv_freq, weights.eps, q, k_cache, v_cache,
+        rows.starts if arrivals is None else arrivals,
         rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
         table_rows, rows.sequences,
         Q_HEADS=weights.q_heads, KV_HEADS=weights.kv_heads, DIM=dim, HALF=weights.inv_freq.shape[0],
         BLOCK_SIZE=k_cache.shape[-1], ROWS_PER_SEQ=rows.rows_per_seq,
-        TABLE_ROWS=rows.table_rows is not None, SETTLED=rows.settled,
+        TABLE_ROWS=rows.table_rows is not None, ARRIVALS=arrivals is not None, SETTLED=rows.settled,
         num_warps=1 if dim <= 64 else 2, **launch_options(proj.device),
     )  # fmt: skip
     return q
@@ -40,11 +47,11 @@ def qkv_norm_rope_cache(
 
 @triton.jit(do_not_specialize=["table_stride", "columns", "sequences"])
 def _qkv_norm_rope_cache(
-    proj, proj_stride, q_norm, k_norm, inv_freq, eps, q_out, k_cache, v_cache,
+    proj, proj_stride, q_norm, k_norm, inv_freq, eps, q_out, k_cache, v_cache, arrivals,
     cu_rows, starts, tables, table_stride, columns, table_rows, sequences,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS_PER_SEQ: tl.constexpr, TABLE_ROWS: tl.constexpr, SETTLED: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS_PER_SEQ: tl.constexpr, TABLE_ROWS: tl.constexpr, ARRIVALS: tl.constexpr,
+    SETTLED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head: q heads first, then the K and V of each KV head. ROWS_PER_SEQ 0: prefill."""
     row = tl.program_id(0).to(tl.int64)
@@ -109,16 +116,24 @@ def _qkv_norm_rope_cache(
         offset = position % BLOCK_SIZE
         tl.store(k_cache + at + d * BLOCK_SIZE + offset, y.to(k_cache.dtype.element_ty))
         tl.store(v_cache + at + offset * DIM + d, v)
+        if ARRIVALS:
+            tl.store(arrivals + sequence * KV_HEADS + kv_head, 0)
 
 
 def _case(dim: int, half: int, rows_per_seq: int, settled: bool = False) -> AotCase:
     pointers = dict.fromkeys(("proj", "q_out", "k_cache", "v_cache"), "*bf16")
     pointers |= dict.fromkeys(("q_norm", "k_norm", "inv_freq"), "*fp32")
-    pointers |= {"cu_rows": "*i64", "starts": "*i64", "tables": "*i32", "table_rows": "*i32"}
+    pointers |= {
+        "arrivals": "*i32",
+        "cu_rows": "*i64",
+        "starts": "*i64",
+        "tables": "*i32",
+        "table_rows": "*i32",
+    }
     numbers = dict.fromkeys(("proj_stride", "table_stride", "columns", "sequences"), "i32") | {"eps": "fp32"}
     constants = {
         "Q_HEADS": 8, "KV_HEADS": 2, "DIM": dim, "HALF": half, "BLOCK_SIZE": 16, "ROWS_PER_SEQ": rows_per_seq,
-        "TABLE_ROWS": rows_per_seq > 0, "SETTLED": settled,
+        "TABLE_ROWS": rows_per_seq > 0, "ARRIVALS": rows_per_seq > 0, "SETTLED": settled,
     }  # fmt: skip
     names = dict.fromkeys([*constants, "PDL"], "constexpr")
     return AotCase(_qkv_norm_rope_cache, pointers | numbers | names, constants, num_warps=2, pdl=True)

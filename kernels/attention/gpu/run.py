@@ -24,7 +24,10 @@ def attention_gpu(
     proj: [rows, proj_width], columns side by side. A decode part is uniform: rows_per_seq rows for every sequence.
     last_only: all rows write their key and value, each sequence's last one attends: [sequences, ...].
     """
-    q = qkv_norm_rope_cache(proj, weights, k_cache, v_cache, rows)
+    arrivals = None
+    if rows.rows_per_seq:
+        arrivals = torch.empty(rows.sequences * weights.kv_heads, dtype=torch.int32, device=proj.device)
+    q = qkv_norm_rope_cache(proj, weights, k_cache, v_cache, rows, arrivals)
     if rows.rows_per_seq or last_only:
-        return attend_decode(q, proj, weights, k_cache, v_cache, rows, last_only)
+        return attend_decode(q, proj, weights, k_cache, v_cache, rows, last_only, arrivals=arrivals)
     return attend_prefill(q, proj, weights, k_cache, v_cache, rows)

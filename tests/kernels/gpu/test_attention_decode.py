@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mstar.kernels.attention import attention_decode
+from mstar.kernels.attention.gpu import decode
 from mstar.kernels.attention.gpu.decode import DecodeChoice, attend_decode, default_choice, segments
 from mstar.kernels.attention.gpu.qkv import qkv_norm_rope_cache
 from mstar.kernels.attention.gpu.run import attention_gpu
@@ -132,37 +133,57 @@ def test_far_positions_turn_by_their_float32_angle(device, position):
 
 
 @pytest.mark.parametrize(
-    "choice, cut",
-    [
-        (DecodeChoice(block_n=64, num_stages=3, programs=0), 1),
-        (DecodeChoice(block_n=64, num_stages=3, programs=1), 2),
-        (DecodeChoice(programs=2), 4),
-    ],
+    "choice, cut", [(DecodeChoice(block_n=64, num_stages=3, programs=1), 2), (DecodeChoice(programs=2), 4)]
 )
-def test_keys_stay_whole_or_are_cut_and_the_rows_are_the_same(device, choice, cut):
-    generator = torch.Generator().manual_seed(8)
-    weights = random_weights(4, 1, 16, 8, generator)
-    case = paged(
-        weights,
-        [300, 5],
-        [1] * 2,
-        dtype=torch.float32,
-        device=device,
-        generator=generator,
-        decode=True,
-        columns=20,
-    )
+def test_keys_are_cut_by_shapes_and_the_rows_are_the_same(device, choice, cut):
+    case = uneven(device, [300, 5], 1, columns=20)
     if device.type == "cpu":  # four processors, two pairs
         assert segments(choice, 2, 320, device) == cut
-    assert segments(replace(choice, programs=0), 128, 1 << 14, device) == 1
-    q = qkv_norm_rope_cache(case.proj, case.weights, case.k_cache, case.v_cache, case.rows)
-    out = attend_decode(q, case.proj, case.weights, case.k_cache, case.v_cache, case.rows, choice=choice)
+    attend(case, choice, None)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "past, programs, cut",
+    [
+        ((300, 5), 6, (4, 1)),
+        ((40, 300, 31), 6, (1, 4, 1)),
+        ((70, 70, 70), 6, (2, 2, 2)),
+        ((40, 40, 40), 6, (1, 1, 1)),
+        ((5, 5, 300, 5, 5), 5, (1, 1, 3, 1, 1)),  # two programs have two segments
+    ],
+)
+def test_keys_are_cut_by_all_lengths_and_the_rows_are_the_same(
+    device, monkeypatch, past, programs, cut, count
+):
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: programs)
+    case = uneven(device, list(past), count, columns=20)
+    arrivals = torch.zeros(len(past), dtype=torch.int32, device=device)
+    attend(case, DecodeChoice(block_n=32, least_keys=64, programs=1, balanced=True), arrivals)
+    assert arrivals.tolist() == [parts if parts > 1 else 0 for parts in cut]
+
+
+def uneven(device, past, count, columns):
+    generator = torch.Generator().manual_seed(8)
+    weights = random_weights(4, 1, 16, 8, generator)
+    counts, dtype = [count] * len(past), torch.float32
+    return paged(
+        weights, past, counts, dtype=dtype, device=device, generator=generator, decode=True, columns=columns
+    )
+
+
+def attend(case, choice, arrivals):
+    q = qkv_norm_rope_cache(case.proj, case.weights, case.k_cache, case.v_cache, case.rows, arrivals)
+    out = attend_decode(
+        q, case.proj, case.weights, case.k_cache, case.v_cache, case.rows, choice=choice, arrivals=arrivals
+    )
     check(case, out, torch.float32)
 
 
 def test_how_many_pairs_there_are_says_how_keys_are_cut(device):
     few, some, many, most = (default_choice(torch.bfloat16, 16, pairs) for pairs in (2, 32, 128, 256))
-    assert (few.programs, some.programs, many.programs, most.programs) == (1, 2, 0, 0)
+    assert (few.programs, some.programs, many.programs, most.programs) == (1, 2, 1, 2)
+    assert [choice.balanced for choice in (few, some, many, most)] == [False, False, True, True]
     assert (some.block_n, most.block_n) == (32, 32)
     assert default_choice(torch.bfloat16, 64, 128).block_n == 32  # many rows leave no room for larger tiles
     if not torch.version.hip:

@@ -1,0 +1,85 @@
+"""Who has which keys where lengths differ, against what that must be."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mstar.kernels.attention.gpu.balance import balanced_place, shares_of
+
+BLOCK_N = 64
+
+
+@triton.jit
+def _places(
+    out, starts, sequences, most_keys,
+    ROWS: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0)
+    sequence, segment, count, begin, end, segments = balanced_place(
+        at, starts, sequences, most_keys, ROWS, SHARES, LEAST, BLOCK_N, PADDED
+    )
+    tl.store(out + at * 6, sequence)
+    tl.store(out + at * 6 + 1, segment)
+    tl.store(out + at * 6 + 2, count)
+    tl.store(out + at * 6 + 3, begin)
+    tl.store(out + at * 6 + 4, end)
+    tl.store(out + at * 6 + 5, segments)
+
+
+def places(starts, rows, shares, least, device, most_keys=1 << 20):
+    """(sequence, segment, count, begin, end) of each segment; the surplus places are checked here."""
+    programs = len(starts) + shares + 1
+    out = torch.full((programs, 6), -1, dtype=torch.int32, device=device)
+    _places[(programs,)](
+        out, torch.tensor(starts, device=device), len(starts), most_keys,
+        ROWS=rows, SHARES=shares, LEAST=least, BLOCK_N=BLOCK_N, PADDED=triton.next_power_of_2(len(starts)),
+    )  # fmt: skip
+    found = out.tolist()
+    (segments,) = {place[5] for place in found}
+    assert len(starts) <= segments <= len(starts) + shares
+    for sequence, _, _, begin, end, _ in found[segments:]:
+        assert 0 <= sequence < len(starts) and begin >= end  # may be loaded from, and has nothing to do
+    return [tuple(place[:5]) for place in found[:segments]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_key_belongs_to_one_segment_and_none_has_many_more_than_its_share(device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [1, 5, 16, 33, 48, 64][seed]
+    long = 10 ** int(torch.randint(2, 5, (), generator=generator))
+    starts = torch.randint(0, long, (sequences,), generator=generator).tolist()
+    rows, shares, least = 1 + seed % 4, 3 + 11 * seed, (128, 512)[seed % 2]
+    tiles = [-(-(start + rows) // BLOCK_N) for start in starts]
+    most = max(least // BLOCK_N, -(-sum(tiles) // shares))
+    covered = [0] * sequences
+    for sequence, segment, count, begin, end in places(starts, rows, shares, least, device):
+        assert begin % BLOCK_N == 0 and begin == covered[sequence] < end <= begin + most * BLOCK_N
+        assert count == -(-tiles[sequence] // most) and segment < count
+        covered[sequence] = end
+    assert covered == [start + rows for start in starts]
+
+
+@pytest.mark.parametrize("sequences, programs, parts", [(64, 66, 1), (48, 66, 1), (32, 66, 2), (16, 66, 4)])
+def test_sequences_of_one_length_are_cut_as_far_as_programs_run_at_once(device, sequences, programs, parts):
+    for keys in (4097, 32768):
+        found = places([keys] * sequences, 1, shares_of(sequences, programs), 512, device)
+        assert {place[2] for place in found} == {parts}
+    assert {
+        place[2] for place in places([200] * sequences, 1, shares_of(sequences, programs), 512, device)
+    } == {1}
+
+
+def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not(device):
+    found = places([200] * 63 + [8191], 1, shares_of(64, 66), 512, device)
+    assert [place[2] for place in found] == [1] * 63 + [16] * 16
+    assert {place[4] - place[3] for place in found[63:]} == {512}
+
+
+def test_lengths_that_differ_by_a_quarter_at_most_are_not_cut(device):
+    starts = [4000 + 32 * place for place in range(32)] * 2
+    assert len(places(starts, 1, shares_of(64, 66), 512, device)) == 64
+
+
+def test_what_is_past_the_table_is_nobodys(device):
+    assert places([5000], 1, 1, 64, device, most_keys=128) == [(0, 0, 1, 0, 128)]
