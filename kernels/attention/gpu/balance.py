@@ -69,28 +69,34 @@ def balanced_place(
     at, starts, sequences, most_keys,
     ROWS: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The segment `at` of all: its sequence, its place among that one's, how many those are, its keys; and of all.
+    """The segment `at` of all: its sequence, place among that one's, how many those are, its keys, the start; and all.
 
     No segment has more keys than LEAST, or than a SHARES-th of all, whichever is more; all of a sequence's have as
-    many but the last. There are at most sequences + SHARES; one past them has no keys. PADDED: sequences, to a power
-    of two. Returns sequence (int64), segment, count, begin, end, segments.
+    many but the last. There are at most sequences + SHARES, those of a sequence side by side, those of sequences with
+    several before the others. PADDED: sequences, to a power of two.
+    Returns sequence, segment, count, begin, end, start, segments: int32.
     """
     s = tl.arange(0, PADDED)
     # before a wait, past the first cache: it may still hold what an earlier step read here
-    keys = tl.load(starts + s, mask=s < sequences, other=0, cache_modifier=".cg") + ROWS
-    keys = tl.where(s < sequences, tl.minimum(keys, most_keys), 0).to(tl.int32)
-    tiles = tl.cdiv(keys, BLOCK_N)
+    there = tl.load(starts + s, mask=s < sequences, other=0, cache_modifier=".cg").to(tl.int32)
+    tiles = tl.where(s < sequences, tl.cdiv(tl.minimum(there + ROWS, most_keys), BLOCK_N), 0)
     share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), SHARES), LEAST // BLOCK_N)
-    segments = tl.cdiv(tiles, share)
-    ends = tl.cumsum(segments, 0)
-    sequence = tl.sum((ends <= at).to(tl.int32), 0)
-    own = s == sequence  # nowhere, past the last segment
-    count = tl.sum(tl.where(own, segments, 0), 0)
-    segment = at - tl.sum(tl.where(own, ends - segments, 0), 0)
-    each = tl.cdiv(tl.sum(tl.where(own, tiles, 0), 0), tl.maximum(count, 1)) * BLOCK_N
-    end = tl.minimum((segment + 1) * each, tl.sum(tl.where(own, keys, 0), 0))
-    sequence = tl.minimum(sequence, sequences - 1).to(tl.int64)
-    return sequence, segment, count, segment * each, end, tl.sum(segments, 0)
+    counts = tl.cdiv(tiles, share)
+    # two sums in one: of those with several above, of the others below
+    both = tl.where(counts > 1, counts << 16, counts)
+    ends = tl.cumsum(both, 0)
+    total = tl.sum(both, 0)
+    first = tl.where(counts > 1, ends >> 16, (total >> 16) + (ends & 0xFFFF)) - counts
+    own = (at >= first) & (at < first + counts)
+    known = tl.sum(tl.where(own, (first << 16) + s, 0), 0)
+    start = tl.sum(tl.where(own, there, 0), 0)
+    sequence, segment = known & 0xFFFF, at - (known >> 16)
+    keys = tl.minimum(start + ROWS, most_keys)
+    tiles_here = tl.cdiv(keys, BLOCK_N)
+    count = tl.cdiv(tiles_here, share)
+    each = tl.cdiv(tiles_here, count) * BLOCK_N
+    end = tl.minimum((segment + 1) * each, keys)
+    return sequence, segment, count, segment * each, end, start, (total >> 16) + (total & 0xFFFF)
 
 
 @triton.jit
@@ -140,7 +146,7 @@ def _attend_balanced(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, SETTLED: tl.constexpr, THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program of a KV head does every num_programs-th segment: one each where lengths are alike.
+    """Each program of a KV head does a segment: one each where lengths are alike, two of some where they are not.
 
     parts: [segments of all, KV_HEADS, ROWS * GROUP, DIM]; who is the last of a sequence's programs merges them.
     """
@@ -155,18 +161,24 @@ def _attend_balanced(
     most_keys = columns * BLOCK_SIZE
     k_head = k_cache + kv_head * (DIM * BLOCK_SIZE)
     v_head = v_cache + kv_head * (DIM * BLOCK_SIZE)
-    sequence, segment, count, begin, end, segments = balanced_place(
+    # most often all sequences have one segment, and this is the program's
+    guess = tl.minimum(at, sequences - 1)
+    table = _table_of(guess, tables, table_stride, table_rows, TABLE_ROWS)
+    if PDL and SETTLED:
+        asked = tl.minimum(tl.load(starts + guess, cache_modifier=".cg").to(tl.int32) + ROWS, most_keys)
+        asked = tl.where(at < sequences, asked, 0)
+        ask_for_keys(k_head, v_head, table, 0, asked, BLOCKS_ASKED, KV_HEADS, DIM, BLOCK_SIZE, THREADS)
+    sequence, segment, count, begin, end, start, segments = balanced_place(
         at, starts, sequences, most_keys, ROWS, SHARES, LEAST, BLOCK_N, PADDED
     )
-    start = tl.load(starts + sequence, cache_modifier=".cg")
-    table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
+    if sequence != guess:
+        table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
     if PDL and SETTLED:
-        ask_for_keys(k_head, v_head, table, begin, end, BLOCKS_ASKED, KV_HEADS, DIM, BLOCK_SIZE, THREADS)
         tl.extra.cuda.gdc_wait()  # what is above was there before the step, or when the step had begun
     while at < segments:
         m = tl.arange(0, BLOCK_M)
         used = m < ROWS * GROUP
-        row0 = sequence * ROWS
+        row0 = sequence.to(tl.int64) * ROWS
         acc, log = attend_segment(
             q, row0, kv_head, m, used, start, k_head, v_head, table, begin, end, score_scale,
             GROUP, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WIDE,
@@ -182,19 +194,19 @@ def _attend_balanced(
                 own = r < ROWS * GROUP
                 whole = _merged(parts, sums, held - segment * stride, count, stride, r, own, HELD, CHUNK, DIM)
                 store_gated(out, proj, proj_stride, row0, row0, kv_head, r, own, whole, GROUP, KV_HEADS, DIM)
-        at += tl.num_programs(1)
+        # the second, if any, goes to who had the least before
+        at = tl.where(at < tl.num_programs(1), 2 * tl.num_programs(1) - 1 - at, segments)
         if at < segments:
-            sequence, segment, count, begin, end, segments = balanced_place(
+            sequence, segment, count, begin, end, start, segments = balanced_place(
                 at, starts, sequences, most_keys, ROWS, SHARES, LEAST, BLOCK_N, PADDED
             )
-            start = tl.load(starts + sequence, cache_modifier=".cg")
             table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
 
 
 @triton.jit
 def _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS: tl.constexpr):
-    row = tl.load(table_rows + sequence, cache_modifier=".cg").to(tl.int64) if TABLE_ROWS else sequence
-    return tables + row * table_stride
+    row = tl.load(table_rows + sequence, cache_modifier=".cg") if TABLE_ROWS else sequence
+    return tables + row.to(tl.int64) * table_stride
 
 
 def _case(group: int, rows: int, sequences: int, kv_heads: int = 2, settled: bool = False) -> AotCase:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mstar.kernels.linear.gpu.ahead import ask_second_cache
+from mstar.kernels.linear.gpu.ahead import ask_where
 
 LOG2_E = 1.4426950408889634
 
@@ -91,12 +91,16 @@ def ask_for_keys(
     """Asks the second cache for the keys and values begin ... end - 1 of a sequence, of at most MOST blocks."""
     LINE: tl.constexpr = 128 // (k_head.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = DIM * BLOCK_SIZE // LINE  # of a block's keys, and of its values
+    EACH: tl.constexpr = (
+        THREADS // MOST
+    )  # threads a block, so that no block's number is waited for behind another's
     thread = tl.arange(0, THREADS)
-    for first in range(begin, tl.minimum(end, begin + MOST * BLOCK_SIZE), BLOCK_SIZE):
-        block = tl.load(table + first // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64)
-        at = block * (KV_HEADS * DIM * BLOCK_SIZE)
-        for line in tl.static_range(0, 2 * LINES, THREADS):
-            which = tl.minimum(line + thread, 2 * LINES - 1)
-            key = (k_head + at + which * LINE).to(tl.int64)
-            value = (v_head + at + (which - LINES) * LINE).to(tl.int64)
-            ask_second_cache(tl.where(which < LINES, key, value))
+    first = begin // BLOCK_SIZE + thread // EACH
+    wanted = first * BLOCK_SIZE < end
+    block = tl.load(table + first, mask=wanted, other=0, cache_modifier=".cg").to(tl.int64)
+    at = block * (KV_HEADS * DIM * BLOCK_SIZE)
+    for line in tl.static_range(0, 2 * LINES, EACH):
+        which = tl.minimum(line + thread % EACH, 2 * LINES - 1)
+        key = (k_head + at + which * LINE).to(tl.int64)
+        value = (v_head + at + (which - LINES) * LINE).to(tl.int64)
+        ask_where(wanted, tl.where(which < LINES, key, value))

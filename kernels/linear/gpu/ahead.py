@@ -64,3 +64,10 @@ def ask_second_cache(address):
     """Asks the second cache for the lines of these addresses, int64."""
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l", [address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def ask_where(wanted, address):
+    """`ask_second_cache`, of those addresses alone that are wanted."""
+    asm: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [address, wanted.to(tl.int32)], tl.int32, is_pure=False, pack=1)

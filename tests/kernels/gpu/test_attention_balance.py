@@ -16,30 +16,32 @@ def _places(
     ROWS: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
-    sequence, segment, count, begin, end, segments = balanced_place(
+    sequence, segment, count, begin, end, start, segments = balanced_place(
         at, starts, sequences, most_keys, ROWS, SHARES, LEAST, BLOCK_N, PADDED
     )
-    tl.store(out + at * 6, sequence)
-    tl.store(out + at * 6 + 1, segment)
-    tl.store(out + at * 6 + 2, count)
-    tl.store(out + at * 6 + 3, begin)
-    tl.store(out + at * 6 + 4, end)
-    tl.store(out + at * 6 + 5, segments)
+    tl.store(out + at * 7, sequence)
+    tl.store(out + at * 7 + 1, segment)
+    tl.store(out + at * 7 + 2, count)
+    tl.store(out + at * 7 + 3, begin)
+    tl.store(out + at * 7 + 4, end)
+    tl.store(out + at * 7 + 5, start)
+    tl.store(out + at * 7 + 6, segments)
 
 
 def places(starts, rows, shares, least, device, most_keys=1 << 20):
-    """(sequence, segment, count, begin, end) of each segment; the surplus places are checked here."""
+    """(sequence, segment, count, begin, end) of each segment; starts, and the surplus places, are checked here."""
     programs = len(starts) + shares + 1
-    out = torch.full((programs, 6), -1, dtype=torch.int32, device=device)
+    out = torch.full((programs, 7), -1, dtype=torch.int32, device=device)
     _places[(programs,)](
         out, torch.tensor(starts, device=device), len(starts), most_keys,
         ROWS=rows, SHARES=shares, LEAST=least, BLOCK_N=BLOCK_N, PADDED=triton.next_power_of_2(len(starts)),
     )  # fmt: skip
     found = out.tolist()
-    (segments,) = {place[5] for place in found}
+    (segments,) = {place[6] for place in found}
     assert len(starts) <= segments <= len(starts) + shares
-    for sequence, _, _, begin, end, _ in found[segments:]:
-        assert 0 <= sequence < len(starts) and begin >= end  # may be loaded from, and has nothing to do
+    for place in found[segments:]:
+        assert 0 <= place[0] < len(starts)  # may be loaded from, and is not done
+    assert all(place[5] == starts[place[0]] for place in found[:segments])
     return [tuple(place[:5]) for place in found[:segments]]
 
 
@@ -53,6 +55,8 @@ def test_every_key_belongs_to_one_segment_and_none_has_many_more_than_its_share(
     tiles = [-(-(start + rows) // BLOCK_N) for start in starts]
     most = max(least // BLOCK_N, -(-sum(tiles) // shares))
     covered = [0] * sequences
+    several = [place[2] > 1 for place in places(starts, rows, shares, least, device)]
+    assert several == sorted(several, reverse=True)
     for sequence, segment, count, begin, end in places(starts, rows, shares, least, device):
         assert begin % BLOCK_N == 0 and begin == covered[sequence] < end <= begin + most * BLOCK_N
         assert count == -(-tiles[sequence] // most) and segment < count
@@ -72,8 +76,9 @@ def test_sequences_of_one_length_are_cut_as_far_as_programs_run_at_once(device, 
 
 def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not(device):
     found = places([200] * 63 + [8191], 1, shares_of(64, 66), 512, device)
-    assert [place[2] for place in found] == [1] * 63 + [16] * 16
-    assert {place[4] - place[3] for place in found[63:]} == {512}
+    assert [place[2] for place in found] == [16] * 16 + [1] * 63
+    assert {place[4] - place[3] for place in found[:16]} == {512}
+    assert [place[0] for place in found] == [63] * 16 + list(range(63))
 
 
 def test_lengths_that_differ_by_a_quarter_at_most_are_not_cut(device):
