@@ -29,7 +29,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("noise", r"^_gumbel_(rows|at)\b"),
     ("gdn", r"^_gdn_decode\b"),
     ("qkv", r"^_qkv_norm_rope_cache\b"),
-    ("attention", r"^(_attend_decode|_attend_balanced|_reduce_segments)\b"),
+    ("attention", r"^(_attend_decode|_reduce_segments)\b"),
     ("norm", r"^_rms_norm_rows\b"),
     ("after", r"^(_silu_gated|_add_parts)\b|splitKreduce|reduce_1Block_kernel"),
     ("linear", r"^(_fma|_dot|_mma|_stream)\b|gemm|gemv|nvjet|cutlass|cublas|Cijk_"),

@@ -1,4 +1,4 @@
-"""Attention of a few rows a sequence over its paged keys, split over programs by keys."""
+"""Attention of a few rows a sequence over its paged keys, cut into segments that programs share out among them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
-from mstar.kernels.attention.gpu.balance import attend_balanced
+from mstar.kernels.attention.gpu.balance import TILE, arrives_last, merged, segment_at, shares_of
 from mstar.kernels.attention.gpu.reduce import reduce_segments
 from mstar.kernels.attention.gpu.segment import BLOCKS_ASKED, attend_segment, store_gated, store_part
-from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys, keys_a_segment
+from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys
 from mstar.kernels.attention.weights import AttentionWeights
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.rows import Rows
@@ -21,8 +21,9 @@ from mstar.kernels.rows import Rows
 # Of a sequence and KV head, up to which one program a multiprocessor is better than two, whose parts take longer to
 # merge.
 FEW_PAIRS = 2
-# From more pairs on than the first, keys are cut by the lengths, with larger tiles; from more than the second, only
-# those of long sequences; from more than the third, two programs share a multiprocessor, with small tiles.
+# From more pairs on than the first, segments have larger tiles, one program a multiprocessor, and are merged by the
+# last of them; from more than the second, short sequences stay whole; from more than the third, two programs share a
+# multiprocessor, with small tiles.
 MANY_PAIRS = (32, 64, 128)
 
 
@@ -30,7 +31,7 @@ MANY_PAIRS = (32, 64, 128)
 class DecodeChoice:
     """How a call is cut: keys a tile and a segment's least, programs wanted a multiprocessor, and Triton's options.
 
-    balanced: cut by the lengths, which the device knows, and not by shapes alone: for many sequences.
+    apart: a kernel of its own merges the segments of a sequence, and not the program that ends last.
     """
 
     block_n: int = 32
@@ -38,7 +39,7 @@ class DecodeChoice:
     programs: int = 2
     num_warps: int = 4
     num_stages: int = 4
-    balanced: bool = False
+    apart: bool = True
 
 
 @functools.cache
@@ -66,20 +67,8 @@ def default_choice(dtype: torch.dtype, block_m: int, pairs: int) -> DecodeChoice
     least_keys = 128 if pairs <= MANY_PAIRS[1] else 512
     # many rows need the shared memory that larger tiles would take, and AMD's units have little
     if pairs > MANY_PAIRS[2] or block_m > 32 or torch.version.hip:
-        programs = 2 if block_m <= 32 else 1
-        return DecodeChoice(32, least_keys, programs, num_warps, balanced=True)
-    return DecodeChoice(64, least_keys, 1, num_warps, num_stages=3, balanced=True)
-
-
-def segments(choice: DecodeChoice, programs: int, most_keys: int, device: torch.device) -> int:
-    """Segments of the grid for `programs` pairs of a sequence and KV head, none longer than `most_keys` keys.
-
-    Both count as the next power of two: kernels are compiled for a number of segments, and a table that grows with
-    the context, or another number of sequences, is to need few of them.
-    """
-    programs, most_keys = triton.next_power_of_2(programs), triton.next_power_of_2(most_keys)
-    wanted = -(-choice.programs * multiprocessors(device) // programs)
-    return max(1, min(wanted, -(-most_keys // choice.least_keys)))
+        return DecodeChoice(32, least_keys, 2 if block_m <= 32 else 1, num_warps, apart=False)
+    return DecodeChoice(64, least_keys, 1, num_warps, num_stages=3, apart=False)
 
 
 def attend_decode(
@@ -97,114 +86,136 @@ def attend_decode(
 
     q: [rows, q_heads, head_dim] of `qkv_norm_rope_cache`, which also wrote these rows' keys; proj: its input, for
     the gates. With last_only the part may be prefill. arrivals: [sequences * kv_heads] int32 zeros, of this call's
-    own; without them the cut knows shapes alone. How many keys a sequence has is read on the device: the grid depends
+    own; without them segments are merged apart. How many keys a sequence has is read on the device: the grid depends
     on shapes; with rows.settled it is read, and keys are asked for, before other kernels' results are waited for.
     Returns [rows, q_heads * head_dim], or [sequences, ...], in the model dtype.
     """
     dim, heads, device = weights.head_dim, weights.q_heads, proj.device
     per_seq = 1 if last_only else rows.rows_per_seq
-    count = rows.sequences * per_seq
     group = heads // weights.kv_heads
     block_m = max(16, triton.next_power_of_2(group * per_seq))
-    pairs = rows.sequences * weights.kv_heads
-    choice = choice or default_choice(proj.dtype, block_m, pairs)
-    most_keys = rows.block_tables.shape[1] * k_cache.shape[-1]
-    options = {
+    choice = choice or default_choice(proj.dtype, block_m, rows.sequences * weights.kv_heads)
+    apart = choice.apart or arrivals is None
+    programs = max(1, choice.programs * multiprocessors(device) // weights.kv_heads)
+    shares = shares_of(rows.sequences, programs)
+    held = (rows.sequences + shares) * per_seq * heads
+    out = torch.empty(rows.sequences * per_seq, heads * dim, dtype=proj.dtype, device=device)
+    parts = torch.empty(held, dim, dtype=torch.float32, device=device)
+    sums = torch.empty(held, dtype=torch.float32, device=device)
+    shape = {
         "GROUP": group, "KV_HEADS": weights.kv_heads, "DIM": dim, "BLOCK_SIZE": k_cache.shape[-1], "ROWS": per_seq,
-        "TABLE_ROWS": rows.table_rows is not None, "LEAST": choice.least_keys, "BLOCK_M": block_m,
-        "BLOCK_N": choice.block_n, "WIDE": interpreted() or proj.dtype == torch.float32,
-        "SETTLED": rows.settled and not last_only, "THREADS": choice.num_warps * (64 if torch.version.hip else 32),
-        "num_warps": choice.num_warps, "num_stages": choice.num_stages, **launch_options(device),
+        "LAST_ONLY": last_only, "SETTLED": rows.settled and not last_only, "SHARES": shares,
+        "LEAST": choice.least_keys, "BLOCK_N": choice.block_n, "PADDED": triton.next_power_of_2(rows.sequences),
+        **launch_options(device),
     }  # fmt: skip
-    if choice.balanced and arrivals is not None and not last_only:
-        programs = choice.programs * multiprocessors(device)
-        return attend_balanced(q, proj, k_cache, v_cache, rows, arrivals, programs, options)
-    cut = segments(choice, pairs, most_keys, device)
-    out = torch.empty(count, heads * dim, dtype=proj.dtype, device=device)
-    parts = torch.empty(count * heads * cut if cut > 1 else 0, dim, dtype=torch.float32, device=device)
-    sums = torch.empty(parts.shape[0], dtype=torch.float32, device=device)
-    table_rows = rows.starts if rows.table_rows is None else rows.table_rows
-    _attend_decode[(cut, weights.kv_heads, rows.sequences)](
-        q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums,
+    _attend_decode[(weights.kv_heads, max(rows.sequences, programs))](
+        q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums, rows.starts if arrivals is None else arrivals,
         rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
-        table_rows, dim**-0.5 * LOG2_E, LAST_ONLY=last_only, SEGMENTS=cut, **options,
+        rows.starts if rows.table_rows is None else rows.table_rows, rows.sequences, dim**-0.5 * LOG2_E,
+        TABLE_ROWS=rows.table_rows is not None, APART=apart, BLOCK_M=block_m,
+        WIDE=interpreted() or proj.dtype == torch.float32,
+        THREADS=choice.num_warps * (64 if torch.version.hip else 32),
+        num_warps=choice.num_warps, num_stages=choice.num_stages, **shape,
     )  # fmt: skip
-    if cut > 1:
-        reduce_segments(
-            out, parts, sums, proj, rows, heads, per_seq, cut, choice.least_keys, most_keys, last_only
-        )
+    if apart:
+        reduce_segments(out, parts, sums, proj, rows, multiprocessors(device), shape)
     return out
 
 
-@triton.jit(do_not_specialize=["table_stride", "columns"])
+@triton.jit(do_not_specialize=["table_stride", "columns", "sequences"])
 def _attend_decode(
-    q, proj, proj_stride, k_cache, v_cache, out, parts, sums,
-    cu_rows, starts, tables, table_stride, columns, table_rows, score_scale,
+    q, proj, proj_stride, k_cache, v_cache, out, parts, sums, arrivals,
+    cu_rows, starts, tables, table_stride, columns, table_rows, sequences, score_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr, SEGMENTS: tl.constexpr, LEAST: tl.constexpr,
+    LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr,
+    PADDED: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, SETTLED: tl.constexpr, THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a segment of keys, KV head and sequence: all its rows and the q heads of the group at once.
+    """Each program of a KV head does a segment of `balance.cut`, all its rows and the q heads of the group at once.
 
-    Writes the result to `out` if there is one segment, else to parts [rows, q_heads, SEGMENTS, DIM] and the
-    logarithm (base 2) of its weights' sum to sums [rows, q_heads, SEGMENTS].
+    That is one each where lengths are alike, and two of some programs where they are not. Writes parts [segments of
+    all, KV_HEADS, ROWS * GROUP, DIM], averages of values, and sums [segments of all, KV_HEADS, ROWS * GROUP], log2 of
+    the sums of weights. Without APART, who ends last of a sequence merges them, and one of a whole sequence writes
+    `out` alone.
     """
-    segment = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    sequence = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(0)
+    at = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if not SETTLED:
             tl.extra.cuda.gdc_wait()
-    # before a wait, past the first cache: it may still hold what an earlier step read here
-    start = tl.load(starts + sequence, cache_modifier=".cg")
-    if LAST_ONLY:
-        border = tl.load(cu_rows + sequence + 1)
-        row0 = tl.maximum(border - 1, 0)
-        start += border - 1 - tl.load(cu_rows + sequence)
-    else:
-        row0 = sequence * ROWS
-    keys = tl.minimum(start + ROWS, columns * BLOCK_SIZE).to(tl.int32)
-    share = keys_a_segment(keys, SEGMENTS, LEAST)
-    begin = segment * share
-    end = tl.minimum(begin + share, keys)
-    table = tl.load(table_rows + sequence, cache_modifier=".cg").to(tl.int64) if TABLE_ROWS else sequence
-    table = tables + table * table_stride
+    most_keys = columns * BLOCK_SIZE
     k_head = k_cache + kv_head * (DIM * BLOCK_SIZE)
     v_head = v_cache + kv_head * (DIM * BLOCK_SIZE)
+    sequence, segment, count, begin, end, start, segments = segment_at(
+        at, starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
+    )
+    table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
     if PDL and SETTLED:
         ask_for_keys(k_head, v_head, table, begin, end, BLOCKS_ASKED, KV_HEADS, DIM, BLOCK_SIZE, THREADS)
         tl.extra.cuda.gdc_wait()  # what is above was there before the step, or when the step had begun
-    # the first one always runs: it is what a single segment writes, and what the reduction reads of no keys
-    if begin < end or segment == 0:
+    while at < segments:
         m = tl.arange(0, BLOCK_M)
         used = m < ROWS * GROUP
+        to0 = sequence.to(tl.int64) * ROWS
+        row0 = tl.maximum(tl.load(cu_rows + sequence + 1) - 1, 0) if LAST_ONLY else to0
         acc, log = attend_segment(
             q, row0, kv_head, m, used, start, k_head, v_head, table, begin, end, score_scale,
             GROUP, KV_HEADS, DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WIDE,
         )  # fmt: skip
-        if SEGMENTS == 1:
-            store_gated(
-                out, proj, proj_stride, row0, sequence * ROWS, kv_head, m, used, acc, GROUP, KV_HEADS, DIM
-            )
+        held = (at.to(tl.int64) * KV_HEADS + kv_head) * (ROWS * GROUP)
+        if APART:
+            store_part(parts, sums, held + m, acc, log, used, DIM)
+        elif count == 1:
+            store_gated(out, proj, proj_stride, row0, to0, kv_head, m, used, acc, GROUP, KV_HEADS, DIM)
         else:
-            to = (sequence * ROWS + m // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
-            store_part(parts, sums, to * SEGMENTS + segment, acc, log, used, DIM)
+            store_part(parts, sums, held + m, acc, log, used, DIM)
+            if arrives_last(arrivals + sequence * KV_HEADS + kv_head, count):
+                HELD: tl.constexpr = triton.next_power_of_2(ROWS * GROUP)
+                CHUNK: tl.constexpr = max(1, TILE // (HELD * DIM))
+                r = tl.arange(0, HELD)
+                own = r < ROWS * GROUP
+                stride = KV_HEADS * (ROWS * GROUP)
+                first = held - segment * stride
+                whole = merged(
+                    parts, sums, first, count, stride, r, own, tl.arange(0, DIM), HELD, CHUNK, DIM, DIM
+                )
+                store_gated(out, proj, proj_stride, row0, to0, kv_head, r, own, whole, GROUP, KV_HEADS, DIM)
+        # the second segment, if any, goes to who had the least before
+        at = tl.where(at < tl.num_programs(1), 2 * tl.num_programs(1) - 1 - at, segments)
+        if at < segments:
+            sequence, segment, count, begin, end, start, segments = segment_at(
+                at, starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
+            )
+            table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
+
+
+@triton.jit
+def _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS: tl.constexpr):
+    row = tl.load(table_rows + sequence, cache_modifier=".cg") if TABLE_ROWS else sequence
+    return tables + row.to(tl.int64) * table_stride
 
 
 def _case(
-    dim: int, group: int, rows: int, segments: int, pairs: int, last_only: bool = False, settled: bool = False
+    dim: int,
+    group: int,
+    rows: int,
+    sequences: int,
+    kv_heads: int = 2,
+    last_only: bool = False,
+    settled: bool = False,
 ) -> AotCase:
     signature = dict.fromkeys(("q", "proj", "k_cache", "v_cache", "out"), "*bf16")
-    signature |= {"parts": "*fp32", "sums": "*fp32", "cu_rows": "*i64", "starts": "*i64"}
+    signature |= {"parts": "*fp32", "sums": "*fp32", "arrivals": "*i32", "cu_rows": "*i64", "starts": "*i64"}
     signature |= {"tables": "*i32", "table_rows": "*i32", "score_scale": "fp32"}
-    signature |= dict.fromkeys(("proj_stride", "table_stride", "columns"), "i32")
+    signature |= dict.fromkeys(("proj_stride", "table_stride", "columns", "sequences"), "i32")
     block_m = max(16, triton.next_power_of_2(group * rows))
-    choice = default_choice(torch.bfloat16, block_m, pairs)
+    choice = default_choice(torch.bfloat16, block_m, sequences * kv_heads)
     constants = {
-        "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only,
-        "TABLE_ROWS": not last_only, "SEGMENTS": segments, "LEAST": choice.least_keys, "BLOCK_M": block_m,
+        "GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only,
+        "TABLE_ROWS": not last_only, "SHARES": shares_of(sequences, choice.programs * 132 // kv_heads),
+        "LEAST": choice.least_keys, "PADDED": sequences, "APART": choice.apart or last_only, "BLOCK_M": block_m,
         "BLOCK_N": choice.block_n, "WIDE": False, "SETTLED": settled, "THREADS": 32 * choice.num_warps,
     }  # fmt: skip
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
@@ -219,7 +230,9 @@ def _case(
 
 
 AOT_CASES = [
-    _case(256, 4, 1, 66, 2, settled=True), _case(256, 4, 1, 33, 8, settled=True), _case(256, 4, 4, 66, 4),
-    _case(256, 6, 4, 33, 8), _case(256, 6, 9, 33, 8), _case(64, 4, 1, 1, 128), _case(64, 4, 4, 8, 32),
-    _case(256, 4, 1, 66, 4, last_only=True), _case(256, 4, 1, 3, 64, last_only=True),
+    _case(256, 4, 1, 1, settled=True), _case(256, 4, 1, 4, 4, settled=True), _case(256, 4, 4, 2),
+    _case(256, 6, 4, 1, 4), _case(256, 6, 9, 4, 4), _case(64, 4, 1, 1), _case(64, 4, 4, 16),
+    _case(256, 4, 1, 2, last_only=True), _case(256, 4, 1, 64, last_only=True),
+    _case(256, 4, 1, 32, settled=True), _case(256, 4, 1, 64, settled=True), _case(256, 6, 4, 32, 4),
+    _case(256, 6, 9, 32, 4), _case(256, 4, 1, 64, 4, settled=True),
 ]  # fmt: skip

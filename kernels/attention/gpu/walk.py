@@ -78,12 +78,6 @@ def gated(out, gate, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def keys_a_segment(keys, SEGMENTS: tl.constexpr, LEAST: tl.constexpr):
-    """Keys that each of at most SEGMENTS programs reads: a multiple of LEAST, so that short contexts use few."""
-    return tl.maximum(tl.cdiv(tl.cdiv(keys, SEGMENTS), LEAST), 1) * LEAST
-
-
-@triton.jit
 def ask_for_keys(
     k_head, v_head, table, begin, end, MOST: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, THREADS: tl.constexpr,

@@ -1,23 +1,26 @@
 """Who has which keys where lengths differ, against what that must be."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from mstar.kernels.attention.gpu.balance import balanced_place, shares_of
+from mstar.kernels.attention.gpu.balance import segment_at, shares_of
 
 BLOCK_N = 64
 
 
 @triton.jit
 def _places(
-    out, starts, sequences, most_keys,
-    ROWS: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
+    out, starts, cu_rows, sequences, most_keys,
+    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
-    sequence, segment, count, begin, end, start, segments = balanced_place(
-        at, starts, sequences, most_keys, ROWS, SHARES, LEAST, BLOCK_N, PADDED
+    sequence, segment, count, begin, end, start, segments = segment_at(
+        at, starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
     )
     tl.store(out + at * 7, sequence)
     tl.store(out + at * 7 + 1, segment)
@@ -28,20 +31,26 @@ def _places(
     tl.store(out + at * 7 + 6, segments)
 
 
-def places(starts, rows, shares, least, device, most_keys=1 << 20):
-    """(sequence, segment, count, begin, end) of each segment; starts, and the surplus places, are checked here."""
+def places(starts, rows, shares, least, device, most_keys=1 << 20, chunks=None):
+    """(sequence, segment, count, begin, end) of each segment; starts, and the surplus places, are checked here.
+
+    chunks: rows of each sequence in a prefill part, the last of which attends.
+    """
     programs = len(starts) + shares + 1
+    cu_rows = torch.tensor([0, *accumulate(chunks or [rows] * len(starts))], device=device)
     out = torch.full((programs, 7), -1, dtype=torch.int32, device=device)
     _places[(programs,)](
-        out, torch.tensor(starts, device=device), len(starts), most_keys,
-        ROWS=rows, SHARES=shares, LEAST=least, BLOCK_N=BLOCK_N, PADDED=triton.next_power_of_2(len(starts)),
+        out, torch.tensor(starts, device=device), cu_rows, len(starts), most_keys,
+        ROWS=rows, LAST_ONLY=chunks is not None, SHARES=shares, LEAST=least, BLOCK_N=BLOCK_N,
+        PADDED=triton.next_power_of_2(len(starts)),
     )  # fmt: skip
     found = out.tolist()
     (segments,) = {place[6] for place in found}
     assert len(starts) <= segments <= len(starts) + shares
     for place in found[segments:]:
         assert 0 <= place[0] < len(starts)  # may be loaded from, and is not done
-    assert all(place[5] == starts[place[0]] for place in found[:segments])
+    first = [start + chunk - 1 for start, chunk in zip(starts, chunks or [1] * len(starts), strict=True)]
+    assert all(place[5] == first[place[0]] for place in found[:segments])
     return [tuple(place[:5]) for place in found[:segments]]
 
 
@@ -84,6 +93,13 @@ def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not(device):
 def test_lengths_that_differ_by_a_quarter_at_most_are_not_cut(device):
     starts = [4000 + 32 * place for place in range(32)] * 2
     assert len(places(starts, 1, shares_of(64, 66), 512, device)) == 64
+
+
+def test_a_prefill_parts_last_rows_see_their_chunks_and_padding_sequences_have_a_segment_of_no_keys(device):
+    found = places([100, 0, 700, 0], 1, 9, 64, device, chunks=[30, 64, 1, 0])
+    keys = {0: 130, 1: 64, 2: 701, 3: 0}
+    assert {sequence: max(place[4] for place in found if place[0] == sequence) for sequence in keys} == keys
+    assert [place for place in found if place[0] == 3] == [(3, 0, 1, 0, 0)]
 
 
 def test_what_is_past_the_table_is_nobodys(device):

@@ -7,7 +7,7 @@ import torch
 
 from mstar.kernels.attention import attention_decode
 from mstar.kernels.attention.gpu import decode
-from mstar.kernels.attention.gpu.decode import DecodeChoice, attend_decode, default_choice, segments
+from mstar.kernels.attention.gpu.decode import DecodeChoice, attend_decode, default_choice
 from mstar.kernels.attention.gpu.qkv import qkv_norm_rope_cache
 from mstar.kernels.attention.gpu.run import attention_gpu
 from tests.support.attention import BLOCK, paged, random_weights, relative_error
@@ -74,15 +74,6 @@ def test_sequences_may_name_their_rows_of_a_larger_table(device):
     check(case, out, torch.float32)
 
 
-def test_a_short_table_needs_one_launch_to_attend(device):
-    generator = torch.Generator().manual_seed(7)
-    weights = random_weights(4, 1, 16, 8, generator)
-    case = paged(
-        weights, [40, 5], [2] * 2, dtype=torch.float32, device=device, generator=generator, decode=True
-    )  # 3 columns: 48 keys, less than a segment's least
-    check(case, attention_gpu(case.proj, case.weights, case.k_cache, case.v_cache, case.rows), torch.float32)
-
-
 def test_rows_past_the_table_go_to_the_sink_and_harm_nobody(device):
     generator = torch.Generator().manual_seed(8)
     weights = random_weights(4, 1, 16, 8, generator)
@@ -132,16 +123,7 @@ def test_far_positions_turn_by_their_float32_angle(device, position):
     assert relative_error(case.k_cache[block, :, :, offset], case.parts(0)[2][0]) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "choice, cut", [(DecodeChoice(block_n=64, num_stages=3, programs=1), 2), (DecodeChoice(programs=2), 4)]
-)
-def test_keys_are_cut_by_shapes_and_the_rows_are_the_same(device, choice, cut):
-    case = uneven(device, [300, 5], 1, columns=20)
-    if device.type == "cpu":  # four processors, two pairs
-        assert segments(choice, 2, 320, device) == cut
-    attend(case, choice, None)
-
-
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     "past, programs, cut",
@@ -154,13 +136,13 @@ def test_keys_are_cut_by_shapes_and_the_rows_are_the_same(device, choice, cut):
     ],
 )
 def test_keys_are_cut_by_all_lengths_and_the_rows_are_the_same(
-    device, monkeypatch, past, programs, cut, count
+    device, monkeypatch, past, programs, cut, count, apart
 ):
     monkeypatch.setattr(decode, "multiprocessors", lambda device: programs)
     case = uneven(device, list(past), count, columns=20)
     arrivals = torch.zeros(len(past), dtype=torch.int32, device=device)
-    attend(case, DecodeChoice(block_n=32, least_keys=64, programs=1, balanced=True), arrivals)
-    assert arrivals.tolist() == [parts if parts > 1 else 0 for parts in cut]
+    attend(case, DecodeChoice(block_n=32, least_keys=64, programs=1, apart=apart), arrivals)
+    assert arrivals.tolist() == [0 if parts == 1 or apart else parts for parts in cut]
 
 
 def uneven(device, past, count, columns):
@@ -183,7 +165,7 @@ def attend(case, choice, arrivals):
 def test_how_many_pairs_there_are_says_how_keys_are_cut(device):
     few, some, many, most = (default_choice(torch.bfloat16, 16, pairs) for pairs in (2, 32, 128, 256))
     assert (few.programs, some.programs, many.programs, most.programs) == (1, 2, 1, 2)
-    assert [choice.balanced for choice in (few, some, many, most)] == [False, False, True, True]
+    assert [choice.apart for choice in (few, some, many, most)] == [True, True, False, False]
     assert (some.block_n, most.block_n) == (32, 32)
     assert default_choice(torch.bfloat16, 64, 128).block_n == 32  # many rows leave no room for larger tiles
     if not torch.version.hip:
