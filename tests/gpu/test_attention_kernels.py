@@ -125,9 +125,15 @@ def test_far_positions_turn_by_their_float32_angle(position):
 
 
 @pytest.mark.parametrize("last_only", [False, True])
-def test_a_graph_replayed_at_other_lengths_gives_what_eager_gives(last_only):
-    """The grid is pinned at capture; lengths, tables and rows are read on the device."""
-    case = make("9B", [8180, 40, 3000], [4] * 3, torch.bfloat16, decode=True)
+@pytest.mark.parametrize("others", [0, 21])
+def test_a_graph_replayed_at_other_lengths_gives_what_eager_gives(others, last_only):
+    """The grid is pinned at capture; lengths, tables and rows are read on the device.
+
+    Of three sequences a kernel merges the segments, of 24 the program that ends last.
+    """
+    more = [place * 31 for place in range(others)]
+    count = 3 + others
+    case = make("9B", [8180, 40, 3000, *more], [4] * count, torch.bfloat16, decode=True)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run(case, last_only)
@@ -137,7 +143,11 @@ def test_a_graph_replayed_at_other_lengths_gives_what_eager_gives(last_only):
     with torch.cuda.graph(graph):
         out = run(case, last_only)
     # each shorter than the ones before, whose rows were written past its end
-    for starts in ([8180, 40, 3000], [1234, 17, 2990], [5, 0, 15]):
+    for starts in (
+        [8180, 40, 3000, *more],
+        [1234, 17, 2990, *more],
+        [5, 0, 15, *[place // 2 for place in more]],
+    ):
         case.rows.starts.copy_(torch.tensor(starts))
         case.proj.copy_(torch.randn_like(case.proj))
         out.fill_(float("nan"))
@@ -147,7 +157,7 @@ def test_a_graph_replayed_at_other_lengths_gives_what_eager_gives(last_only):
         assert torch.equal(run(case, last_only), replayed)
         assert not replayed.isnan().any()
         expected = case_at(case, starts)
-        got = replayed if last_only else replayed.unflatten(0, (3, 4))[:, -1]
+        got = replayed if last_only else replayed.unflatten(0, (count, 4))[:, -1]
         assert relative_error(got, expected) < BOUNDS[torch.bfloat16]
 
 

@@ -14,7 +14,7 @@ TILE = tl.constexpr(8192)
 
 
 def shares_of(sequences: int, programs: int) -> int:
-    """Into how many equal shares all keys are cut; a sequence of more keys than one has several segments.
+    """Into how many equal shares all keys are cut: a sequence of more keys than one share has several segments.
 
     programs: of a KV head. Where two segments of each sequence find one, equal sequences are cut into as many as
     that, also if they are not quite equal. With more sequences, segments would come after one another: those stay
@@ -29,17 +29,16 @@ def shares_of(sequences: int, programs: int) -> int:
 
 @triton.jit
 def cut(
-    starts, cu_rows, sequences, most_keys,
-    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
-    PADDED: tl.constexpr,
+    starts, cu_rows, sequences, most_keys, shares,
+    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Of each sequence: the position of its first row that attends, its segments, and the first of them; and of all.
 
-    No segment has more keys than LEAST, or than a SHARES-th of all, whichever is more. There are at most sequences +
-    SHARES, each sequence's side by side, those of sequences with several before the others. PADDED: sequences, to a
-    power of two. Returns start, count, first: [PADDED] int32, and how many segments there are.
+    No segment has more keys than LEAST, or than one of `shares_of`, whichever is more. There are at most sequences +
+    shares, each sequence's side by side, those of sequences with several before the others. PADDED: sequences, to a
+    power of two. Returns start, count, first: [PADDED] int32, numbers if PADDED is 1, and how many segments there are.
     """
-    s = tl.arange(0, PADDED)
+    s = tl.arange(0, PADDED) if PADDED > 1 else 0
     there = s < sequences
     # before a wait, past the first cache: it may still hold what an earlier step read here
     start = tl.load(starts + s, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
@@ -48,21 +47,23 @@ def cut(
         start += rows.to(tl.int32) - 1
     tiles = tl.cdiv(tl.minimum(start + ROWS, most_keys), BLOCK_N)
     tiles = tl.where(there, tl.maximum(tiles, 1), 0)  # a padding sequence of a prefill part has no key at all
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), SHARES), LEAST // BLOCK_N)
-    count = tl.cdiv(tiles, share)
-    # two sums in one: of those with several segments above, of the others below
-    both = tl.where(count > 1, count << 16, count)
-    ends = tl.cumsum(both, 0)
-    total = tl.sum(both, 0)
-    first = tl.where(count > 1, ends >> 16, (total >> 16) + (ends & 0xFFFF)) - count
-    return start, count, first, (total >> 16) + (total & 0xFFFF)
+    keys = tl.sum(tiles, 0) if PADDED > 1 else tiles
+    count = tl.cdiv(tiles, tl.maximum(tl.cdiv(keys, shares), LEAST // BLOCK_N))
+    first, segments = tl.zeros((), tl.int32), count
+    if PADDED > 1:
+        # two sums in one: of those with several segments above, of the others below
+        both = tl.where(count > 1, count << 16, count)
+        ends = tl.cumsum(both, 0)
+        total = tl.sum(both, 0)
+        first = tl.where(count > 1, ends >> 16, (total >> 16) + (ends & 0xFFFF)) - count
+        segments = (total >> 16) + (total & 0xFFFF)
+    return start, count, first, segments
 
 
 @triton.jit
 def segment_at(
-    at, starts, cu_rows, sequences, most_keys,
-    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
-    PADDED: tl.constexpr,
+    at, starts, cu_rows, sequences, most_keys, shares,
+    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """The segment `at` of `cut`: its sequence, place among that one's, how many those are, its keys, start; and all.
 
@@ -70,12 +71,14 @@ def segment_at(
     segments: int32; of a surplus place, a sequence that there is.
     """
     start, count, first, segments = cut(
-        starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
+        starts, cu_rows, sequences, most_keys, shares, ROWS, LAST_ONLY, LEAST, BLOCK_N, PADDED
     )
-    own = (at >= first) & (at < first + count)
-    known = tl.sum(tl.where(own, (first << 16) + tl.arange(0, PADDED), 0), 0)
-    count = tl.sum(tl.where(own, count, 0), 0)
-    start = tl.sum(tl.where(own, start, 0), 0)
+    known = tl.zeros((), tl.int32)
+    if PADDED > 1:
+        own = (at >= first) & (at < first + count)
+        known = tl.sum(tl.where(own, (first << 16) + tl.arange(0, PADDED), 0), 0)
+        count = tl.sum(tl.where(own, count, 0), 0)
+        start = tl.sum(tl.where(own, start, 0), 0)
     segment = at - (known >> 16)
     keys = tl.minimum(start + ROWS, most_keys)
     each = tl.cdiv(tl.cdiv(keys, BLOCK_N), tl.maximum(count, 1)) * BLOCK_N

@@ -104,31 +104,30 @@ def attend_decode(
     sums = torch.empty(held, dtype=torch.float32, device=device)
     shape = {
         "GROUP": group, "KV_HEADS": weights.kv_heads, "DIM": dim, "BLOCK_SIZE": k_cache.shape[-1], "ROWS": per_seq,
-        "LAST_ONLY": last_only, "SETTLED": rows.settled and not last_only, "SHARES": shares,
+        "LAST_ONLY": last_only, "SETTLED": rows.settled and not last_only,
         "LEAST": choice.least_keys, "BLOCK_N": choice.block_n, "PADDED": triton.next_power_of_2(rows.sequences),
         **launch_options(device),
     }  # fmt: skip
     _attend_decode[(weights.kv_heads, max(rows.sequences, programs))](
         q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums, rows.starts if arrivals is None else arrivals,
         rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
-        rows.starts if rows.table_rows is None else rows.table_rows, rows.sequences, dim**-0.5 * LOG2_E,
+        rows.starts if rows.table_rows is None else rows.table_rows, rows.sequences, shares, dim**-0.5 * LOG2_E,
         TABLE_ROWS=rows.table_rows is not None, APART=apart, BLOCK_M=block_m,
         WIDE=interpreted() or proj.dtype == torch.float32,
         THREADS=choice.num_warps * (64 if torch.version.hip else 32),
         num_warps=choice.num_warps, num_stages=choice.num_stages, **shape,
     )  # fmt: skip
     if apart:
-        reduce_segments(out, parts, sums, proj, rows, multiprocessors(device), shape)
+        reduce_segments(out, parts, sums, proj, rows, programs, shares, shape)
     return out
 
 
-@triton.jit(do_not_specialize=["table_stride", "columns", "sequences"])
+@triton.jit(do_not_specialize=["table_stride", "columns", "sequences", "shares"])
 def _attend_decode(
     q, proj, proj_stride, k_cache, v_cache, out, parts, sums, arrivals,
-    cu_rows, starts, tables, table_stride, columns, table_rows, sequences, score_scale,
+    cu_rows, starts, tables, table_stride, columns, table_rows, sequences, shares, score_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr,
-    PADDED: tl.constexpr, APART: tl.constexpr,
+    LAST_ONLY: tl.constexpr, TABLE_ROWS: tl.constexpr, LEAST: tl.constexpr, PADDED: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, SETTLED: tl.constexpr, THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +148,7 @@ def _attend_decode(
     k_head = k_cache + kv_head * (DIM * BLOCK_SIZE)
     v_head = v_cache + kv_head * (DIM * BLOCK_SIZE)
     sequence, segment, count, begin, end, start, segments = segment_at(
-        at, starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
+        at, starts, cu_rows, sequences, most_keys, shares, ROWS, LAST_ONLY, LEAST, BLOCK_N, PADDED
     )
     table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
     if PDL and SETTLED:
@@ -186,7 +185,7 @@ def _attend_decode(
         at = tl.where(at < tl.num_programs(1), 2 * tl.num_programs(1) - 1 - at, segments)
         if at < segments:
             sequence, segment, count, begin, end, start, segments = segment_at(
-                at, starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
+                at, starts, cu_rows, sequences, most_keys, shares, ROWS, LAST_ONLY, LEAST, BLOCK_N, PADDED
             )
             table = _table_of(sequence, tables, table_stride, table_rows, TABLE_ROWS)
 
@@ -209,14 +208,14 @@ def _case(
     signature = dict.fromkeys(("q", "proj", "k_cache", "v_cache", "out"), "*bf16")
     signature |= {"parts": "*fp32", "sums": "*fp32", "arrivals": "*i32", "cu_rows": "*i64", "starts": "*i64"}
     signature |= {"tables": "*i32", "table_rows": "*i32", "score_scale": "fp32"}
-    signature |= dict.fromkeys(("proj_stride", "table_stride", "columns", "sequences"), "i32")
+    signature |= dict.fromkeys(("proj_stride", "table_stride", "columns", "sequences", "shares"), "i32")
     block_m = max(16, triton.next_power_of_2(group * rows))
     choice = default_choice(torch.bfloat16, block_m, sequences * kv_heads)
     constants = {
         "GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only,
-        "TABLE_ROWS": not last_only, "SHARES": shares_of(sequences, choice.programs * 132 // kv_heads),
-        "LEAST": choice.least_keys, "PADDED": sequences, "APART": choice.apart or last_only, "BLOCK_M": block_m,
-        "BLOCK_N": choice.block_n, "WIDE": False, "SETTLED": settled, "THREADS": 32 * choice.num_warps,
+        "TABLE_ROWS": not last_only, "LEAST": choice.least_keys, "PADDED": sequences,
+        "APART": choice.apart or last_only, "BLOCK_M": block_m, "BLOCK_N": choice.block_n, "WIDE": False,
+        "SETTLED": settled, "THREADS": 32 * choice.num_warps,
     }  # fmt: skip
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
     return AotCase(

@@ -14,13 +14,12 @@ BLOCK_N = 64
 
 @triton.jit
 def _places(
-    out, starts, cu_rows, sequences, most_keys,
-    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, SHARES: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
-    PADDED: tl.constexpr,
+    out, starts, cu_rows, sequences, most_keys, shares,
+    ROWS: tl.constexpr, LAST_ONLY: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     sequence, segment, count, begin, end, start, segments = segment_at(
-        at, starts, cu_rows, sequences, most_keys, ROWS, LAST_ONLY, SHARES, LEAST, BLOCK_N, PADDED
+        at, starts, cu_rows, sequences, most_keys, shares, ROWS, LAST_ONLY, LEAST, BLOCK_N, PADDED
     )
     tl.store(out + at * 7, sequence)
     tl.store(out + at * 7 + 1, segment)
@@ -40,8 +39,8 @@ def places(starts, rows, shares, least, device, most_keys=1 << 20, chunks=None):
     cu_rows = torch.tensor([0, *accumulate(chunks or [rows] * len(starts))], device=device)
     out = torch.full((programs, 7), -1, dtype=torch.int32, device=device)
     _places[(programs,)](
-        out, torch.tensor(starts, device=device), cu_rows, len(starts), most_keys,
-        ROWS=rows, LAST_ONLY=chunks is not None, SHARES=shares, LEAST=least, BLOCK_N=BLOCK_N,
+        out, torch.tensor(starts, device=device), cu_rows, len(starts), most_keys, shares,
+        ROWS=rows, LAST_ONLY=chunks is not None, LEAST=least, BLOCK_N=BLOCK_N,
         PADDED=triton.next_power_of_2(len(starts)),
     )  # fmt: skip
     found = out.tolist()
