@@ -9,21 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Numbers that who merges holds at once: 64 a thread of four warps.
+# Numbers that who merges holds at once, 64 a thread of four warps, but where the rows of one segment are more.
 TILE = tl.constexpr(8192)
 
 
 def shares_of(sequences: int, programs: int) -> int:
     """Into how many equal shares all keys are cut: a sequence of more keys than one share has several segments.
 
-    programs: of a KV head. Where two segments of each sequence find one, equal sequences are cut into as many as
-    that, also if they are not quite equal. With more sequences, segments would come after one another: those stay
-    whole then that have a quarter more than the mean at most.
+    programs: of a KV head. Where two segments of each sequence find one, there are as many shares as leave no program
+    with two segments, whatever the lengths, or as few more as cut equal sequences, or not quite equal ones, into what
+    finds one. With more sequences, segments come after one another: those stay whole then that have a quarter more
+    than the mean at most.
     """
-    if sequences == 1:
-        return programs
     if 2 * sequences <= programs:
-        return programs // sequences * sequences * 7 // 8
+        return max(programs - sequences + 1, programs // sequences * sequences * 7 // 8)
     return max(1, sequences * 4 // 5)
 
 

@@ -49,9 +49,7 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
 class Setting:
     """Sequences of equal length with random keys, in scattered blocks of the caches of a few layers."""
 
-    def __init__(
-        self, model: str, sequences: int, past: int, count: int, *, decode: bool, columns: int = 0
-    ) -> None:
+    def __init__(self, model: str, sequences: int, past: int, count: int, *, decode: bool) -> None:
         heads, kv_heads = MODELS[model]
         self.weights = AttentionWeights(
             q_heads=heads,
@@ -69,7 +67,7 @@ class Setting:
         self.caches = [
             torch.randn(2, blocks, kv_heads, DIM * BLOCK, device="cuda").bfloat16() for _ in range(layers)
         ]
-        tables = torch.zeros(sequences, max(columns, need), dtype=torch.int32, device="cuda")
+        tables = torch.zeros(sequences, need, dtype=torch.int32, device="cuda")
         tables[:, :need] = (torch.randperm(blocks - 1, device="cuda") + 1).view(sequences, need).int()
         self.rows = Rows(
             sequences=sequences,
@@ -112,7 +110,7 @@ class Setting:
 
 def decode_choices() -> list[decode.DecodeChoice]:
     """What `--sweep` tries."""
-    cuts = product((32, 64), (64, 128, 256), (1, 2, 3), (4, 8), (2, 3, 4))
+    cuts = product((32, 64), (64, 128, 256), (1, 2, 3), (4, 8), (2, 3, 4), (False, True))
     every = [decode.DecodeChoice(*cut) for cut in cuts]
     return [choice for choice in every if choice.block_n * choice.num_stages <= 192]
 
@@ -141,15 +139,12 @@ def try_all(time_us: Callable[[Choice], float], choices: Sequence[Choice]) -> No
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(list(MODELS)), default=("0.8B", "9B"))
 @click.option("--rows", "counts", multiple=True, type=int, default=(1, 4), help="Rows a sequence, decode.")
-@click.option(
-    "--columns", default=0, help="Least width of the block tables: a longer max_seq has more segments."
-)
 @click.option("--sweep", is_flag=True, help="Also tries other cuts, and prints the fastest.")
-def main(models: tuple[str, ...], counts: tuple[int, ...], columns: int, sweep: bool) -> None:
+def main(models: tuple[str, ...], counts: tuple[int, ...], sweep: bool) -> None:
     """bfloat16, head_dim 256; the keys of every call come from memory, not from L2."""
     torch.manual_seed(0)
     for model, count, (sequences, keys) in product(models, counts, DECODE):
-        setting = Setting(model, sequences, keys - count, count, decode=True, columns=columns)
+        setting = Setting(model, sequences, keys - count, count, decode=True)
         whole, attend = setting.whole_us(), setting.decode_us()
         click.echo(
             f"{model} decode {sequences:3} x {count} rows, {keys:5} keys: {whole:7.2f} us a layer, "

@@ -13,8 +13,8 @@ from mstar.kernels.attention.gpu.balance import TILE, cut, merged
 from mstar.kernels.attention.gpu.walk import gated
 from mstar.kernels.rows import Rows
 
-# Dims of a program where those of whole rows would leave the GPU idle, and up to how many of them would.
-NARROW, MANY = 64, 64
+# Dims of a program where those of whole rows would leave the GPU idle: up to so many rows of q heads.
+NARROW, FEW_ROWS = 64, 64
 
 
 def reduce_segments(
@@ -29,11 +29,12 @@ def reduce_segments(
 ) -> None:
     """Writes out [rows, q_heads * head_dim] from what `_attend_decode` left of each segment; proj: the gates.
 
-    programs: that filled the GPU there, of a KV head: no sequence has more segments. shares and shape: what that
-    kernel was told, by which this one cuts the keys in the same way.
+    programs: that filled the GPU there, of a KV head: few sequences have more segments, which come in turns. shares
+    and shape: what that kernel was told, by which this one cuts the keys in the same way.
     """
     heads, dim = shape["KV_HEADS"] * shape["GROUP"], shape["DIM"]
-    width = dim if out.shape[0] * heads > MANY else min(dim, NARROW)
+    most = shape["PADDED"] * shape["ROWS"] * heads  # for all steps that one kernel serves
+    width = dim if most > FEW_ROWS else min(dim, NARROW)
     _reduce_segments[(out.shape[0] * heads, dim // width)](
         out, parts, sums, proj, proj.stride(0), rows.cu_rows, rows.starts, rows.block_tables.shape[1], rows.sequences,
         shares, MOST=triton.next_power_of_2(programs), WIDTH=width, num_warps=4, **shape,
@@ -80,12 +81,13 @@ def _reduce_segments(
 
 
 def _case(
-    dim: int, rows: int, sequences: int, most: int, width: int, last_only: bool = False, settled: bool = False
-) -> AotCase:
+    dim: int, rows: int, sequences: int, most: int, width: int, last_only: bool = False, settled: bool = False,
+    group: int = 4,
+) -> AotCase:  # fmt: skip
     signature = {"out": "*bf16", "parts": "*fp32", "sums": "*fp32", "proj": "*bf16", "proj_stride": "i32"}
     signature |= {"cu_rows": "*i64", "starts": "*i64", "columns": "i32", "sequences": "i32", "shares": "i32"}
     constants = {
-        "GROUP": 4, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only, "LEAST": 32,
+        "GROUP": group, "KV_HEADS": 2, "DIM": dim, "BLOCK_SIZE": 16, "ROWS": rows, "LAST_ONLY": last_only, "LEAST": 32,
         "BLOCK_N": 32, "PADDED": sequences, "MOST": most, "WIDTH": width, "SETTLED": settled,
     }  # fmt: skip
     signature |= dict.fromkeys([*constants, "PDL"], "constexpr")
@@ -97,4 +99,5 @@ AOT_CASES = [
     _case(256, 4, 16, 256, 256),
     _case(64, 4, 4, 256, 64),
     _case(256, 1, 64, 128, 256, last_only=True),
+    _case(256, 4, 2, 64, 64, group=6),
 ]

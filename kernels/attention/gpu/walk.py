@@ -21,7 +21,7 @@ def walk_keys(
     q: [BLOCK_M, DIM]; acc: [BLOCK_M, DIM], top, total: [BLOCK_M], float32: sum of weights times values, the largest
     score (times log2 e) and the sum of weights. last: [BLOCK_M], the last key that each row sees.
     k_head, v_head: the caches at this KV head of block 0; table: the sequence's row of the block table.
-    begin is a multiple of BLOCK_SIZE. Without MASKED, all rows see all keys and end - begin is a multiple of
+    begin is a multiple of BLOCK_N. Without MASKED, all rows see all keys and end - begin is a multiple of
     BLOCK_N. WIDE: dots of float32 (float32 models and the interpreter), else of the model dtype.
     AHEAD: block numbers are loaded a tile ahead, so that the pipelined loads of K and V do not wait for them.
     """

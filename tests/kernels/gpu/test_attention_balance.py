@@ -72,14 +72,35 @@ def test_every_key_belongs_to_one_segment_and_none_has_many_more_than_its_share(
     assert covered == [start + rows for start in starts]
 
 
-@pytest.mark.parametrize("sequences, programs, parts", [(64, 66, 1), (48, 66, 1), (32, 66, 2), (16, 66, 4)])
+@pytest.mark.parametrize(
+    "sequences, programs, parts",
+    [
+        (64, 66, 1),
+        (48, 66, 1),
+        (32, 66, 2),
+        (16, 66, 4),
+        (16, 132, 8),
+        (8, 132, 16),
+        (4, 132, 32),
+        (1, 66, 66),
+    ],
+)
 def test_sequences_of_one_length_are_cut_as_far_as_programs_run_at_once(device, sequences, programs, parts):
-    for keys in (4097, 32768):
-        found = places([keys] * sequences, 1, shares_of(sequences, programs), 512, device)
+    for tiles in (528, 1056):
+        found = places([tiles * BLOCK_N - 1] * sequences, 1, shares_of(sequences, programs), 512, device)
         assert {place[2] for place in found} == {parts}
     assert {
         place[2] for place in places([200] * sequences, 1, shares_of(sequences, programs), 512, device)
     } == {1}
+
+
+def test_no_program_has_two_segments_while_two_of_each_sequence_find_one(device):
+    generator = torch.Generator().manual_seed(9)
+    for sequences, programs in ((2, 5), (5, 66), (16, 132), (9, 33)):
+        starts = (10 ** (1 + 3 * torch.rand(sequences, generator=generator))).long().tolist()
+        shares = programs - sequences + 1
+        assert shares_of(sequences, programs) >= shares
+        assert len(places(starts, 1, shares, BLOCK_N, device)) <= programs
 
 
 def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not(device):

@@ -123,6 +123,7 @@ def test_far_positions_turn_by_their_float32_angle(device, position):
     assert relative_error(case.k_cache[block, :, :, offset], case.parts(0)[2][0]) < 1e-6
 
 
+@pytest.mark.parametrize("heads", [(4, 1), (12, 2)])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
@@ -136,18 +137,19 @@ def test_far_positions_turn_by_their_float32_angle(device, position):
     ],
 )
 def test_keys_are_cut_by_all_lengths_and_the_rows_are_the_same(
-    device, monkeypatch, past, programs, cut, count, apart
+    device, monkeypatch, past, programs, cut, count, apart, heads
 ):
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: programs)
-    case = uneven(device, list(past), count, columns=20)
-    arrivals = torch.zeros(len(past), dtype=torch.int32, device=device)
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: programs * heads[1])
+    case = uneven(device, heads, list(past), count, columns=20)
+    arrivals = torch.zeros(len(past) * heads[1], dtype=torch.int32, device=device)
     attend(case, DecodeChoice(block_n=32, least_keys=64, programs=1, apart=apart), arrivals)
-    assert arrivals.tolist() == [0 if parts == 1 or apart else parts for parts in cut]
+    want = [0 if parts == 1 or apart else parts for parts in cut for _ in range(heads[1])]
+    assert arrivals.tolist() == want
 
 
-def uneven(device, past, count, columns):
+def uneven(device, heads, past, count, columns):
     generator = torch.Generator().manual_seed(8)
-    weights = random_weights(4, 1, 16, 8, generator)
+    weights = random_weights(*heads, 16, 8, generator)
     counts, dtype = [count] * len(past), torch.float32
     return paged(
         weights, past, counts, dtype=dtype, device=device, generator=generator, decode=True, columns=columns

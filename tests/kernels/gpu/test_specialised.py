@@ -8,7 +8,7 @@ import pytest
 
 from mstar.kernels.aot import kernel_modules
 
-COUNTS = {"rows", "splits", "sequences", "total", "total_rows", "known_tiles"}
+COUNTS = {"rows", "splits", "sequences", "total", "total_rows", "known_tiles", "shares"}
 
 
 @pytest.mark.parametrize("name", sorted(kernel_modules()))
