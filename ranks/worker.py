@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -61,9 +62,9 @@ class Rank:
         events = f"ipc://{self._run_dir}/events"
         self._events = EventLine(self._context, events, self._pulse)
         self._events.send(Hello(rank, os.getpid()))
-        device = shards.rank_device(spec, rank)
-        on_cpu = device.type == "cpu"
-        held = resident_bytes if on_cpu else partial(torch.cuda.memory_allocated, device)
+        held: Callable[[], int] = resident_bytes
+        if spec.device != "cpu" and torch.cuda.device_count():  # else `run` says what is missing
+            held = partial(torch.cuda.memory_allocated, shards.rank_device(spec, rank))
         self._end_heartbeat = start_heartbeat(
             self._pulse, self._context, events, rank, spec.heartbeat_s, held
         )

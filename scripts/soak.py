@@ -319,6 +319,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
         f"{report['requests']} requests, {report['tokens']} tokens, {report['preemptions']} preemptions, "
         f"{report['seconds']} s (drained for {report['drain_s']}, settled in {report['settle_s']})"
     )
+    if any(entry["growth_bytes"] is None for entry in report["memory"].values()):
+        console.print("memory was not compared: too few samples, give it more --seconds", style="yellow")
     for problem in report["problems"]:
         console.print(f"  {problem}", style="red", markup=False)
     console.print(f"verdict: {report['verdict']}", style="green" if report["verdict"] == "good" else "red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def load_text(model_dir: str | Path) -> TextModel:
     directory = Path(model_dir)
     if not (directory / "tokenizer.json").is_file():
         raise TextError("validation", f"{directory} has no tokenizer.json: is it a complete model?", "model")
+    # a text has one thread; and threads of the tokenizer's own would make it warn at each process that starts
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Not AutoTokenizer: that one imports torch, which the daemon must not. This class reads the same
     # files, and a path that is a directory is never looked up on a hub.
     from transformers import PreTrainedTokenizerFast
@@ -139,7 +142,8 @@ class TextModel:
             text.encode()
         except UnicodeEncodeError as error:
             raise TextError("validation", f"text is not valid Unicode: {error.reason}", field) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # a batch of one, because `encode` holds Python's lock: megabytes in a thread would stop all other requests
+        return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def _detokenizer_factory(self) -> Callable[[], Detokenizer]:
         if type(self._backend.decoder).__name__ == "ByteLevel":

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,17 @@ def with_template(tmp_path, template):
 def test_prompt_ids_are_those_of_transformers(model, oracle):
     for text in ("", "What is 12 + 30?", "naïve 日本 👩‍👩‍👧\n\n", "<think>a</think><|im_end|>"):
         assert model.encode(text) == oracle.encode(text)
+
+
+def test_a_long_text_in_a_thread_leaves_the_others_their_turns(model):
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        ids = pool.submit(model.encode, "a b" * 300_000)
+        while not ids.done():
+            time.sleep(0.005)
+            turns += 1
+    assert len(ids.result()) >= 300_000
+    assert turns > 10  # two or three where the tokenizer holds Python's lock
 
 
 @pytest.mark.parametrize("thinking", [None, True, False])

@@ -105,6 +105,16 @@ def test_context_that_does_not_fit_the_memory_is_refused_with_what_to_change() -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: asking for one is no error")
+def test_a_rank_that_finds_no_gpu_says_so_and_ends() -> None:
+    with Mesh(1, device="cuda") as mesh:
+        failed = mesh.receive()
+        while not isinstance(failed, m.Failed):
+            failed = mesh.receive()
+        assert (failed.error_class, failed.field) == ("unsupported", "device")
+        assert mesh.ranks[0].wait(WAIT_S) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: asking for one is no error")
 def test_a_load_on_a_gpu_that_is_not_there_says_so():
     spec = m.LoadSpec("m", 1, "cuda", "bf16", 64, 1, 0.9, {}, 1, "")
     with pytest.raises(LoadError, match="sees no GPU"):
