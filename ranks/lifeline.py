@@ -54,6 +54,15 @@ class Pulse:
         self._until = time.monotonic() + limit_s
 
     @property
+    def until(self) -> float:
+        """What is promised, of time.monotonic()."""
+        return self._until
+
+    def keep(self, until: float) -> None:
+        """A promise from before a wait, which promised less, holds again."""
+        self._until = max(self._until, until)
+
+    @property
     def fresh(self) -> bool:
         return time.monotonic() < self._until
 

@@ -49,10 +49,11 @@ def open_socket(context: Context, kind: int, address: str, *, bind: bool = False
 
 def send_bounded(socket: Socket, data: bytes, pulse: Pulse, what: str) -> None:
     """Sends at once if the other end has room, else waits up to SEND_LIMIT_S, then raises LineDown."""
-    deadline = time.monotonic() + SEND_LIMIT_S
+    deadline, promised = time.monotonic() + SEND_LIMIT_S, pulse.until
     while True:
         try:
             socket.send(data, zmq.NOBLOCK)
+            pulse.keep(promised)
             return
         except zmq.Again:
             pulse.within(WAIT_LIMIT_S)
@@ -63,9 +64,11 @@ def send_bounded(socket: Socket, data: bytes, pulse: Pulse, what: str) -> None:
 
 def receive(socket: Socket, pulse: Pulse) -> bytes:
     """The next message, however long it takes."""
+    promised = pulse.until
     while True:
         pulse.within(WAIT_LIMIT_S)
         if socket.poll(int(POLL_S * 1000)):
+            pulse.keep(promised)
             return socket.recv()
 
 

@@ -59,6 +59,23 @@ def test_send_to_a_peer_that_takes_nothing_ends_by_its_bound_and_keeps_the_pulse
     context.term()
 
 
+def test_what_was_promised_before_a_wait_holds_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that waited for the other ranks has its minutes for what comes then, gigabytes of caches."""
+    monkeypatch.setattr(lines, "WAIT_LIMIT_S", -1.0)  # it has passed when the wait ends
+    context = zmq.Context()
+    inbox, outbox = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH))
+    inbox.bind("inproc://line")
+    outbox.connect("inproc://line")
+    pulse = Pulse()
+    pulse.within(3600)
+    lines.send_bounded(outbox, b"setup", pulse, "rank 1")
+    assert lines.receive(inbox, pulse) == b"setup"
+    assert pulse.fresh
+    inbox.close()
+    outbox.close()
+    context.term()
+
+
 def test_process_ends_at_eof_of_its_stdin_and_ignores_the_terminals_signals() -> None:
     body = (
         "import os, signal, time\n"
