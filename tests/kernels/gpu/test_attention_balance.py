@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mstar.kernels.attention.gpu.balance import segment_at, shares_of
+from mstar.kernels.attention.gpu.balance import cut, segment_at, shares_of
 
 BLOCK_N = 64
 
@@ -28,6 +28,31 @@ def _places(
     tl.store(out + at * 7 + 4, end)
     tl.store(out + at * 7 + 5, start)
     tl.store(out + at * 7 + 6, segments)
+
+
+@triton.jit
+def _counts(
+    out, starts, sequences, most_keys, shares,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    _, count, _, segments = cut(
+        starts, starts, sequences, most_keys, shares, ROWS, False, LEAST, BLOCK_N, PADDED
+    )
+    tl.store(out + tl.arange(0, PADDED), count)
+    tl.store(out + PADDED, segments)
+
+
+def counts(starts, shares, least, device):
+    """How many segments each sequence has: one program says it of all."""
+    padded = triton.next_power_of_2(len(starts))
+    out = torch.full((padded + 1,), -1, dtype=torch.int32, device=device)
+    _counts[(1,)](
+        out, torch.tensor(starts, device=device), len(starts), 1 << 20, shares,
+        ROWS=1, LEAST=least, BLOCK_N=BLOCK_N, PADDED=padded,
+    )  # fmt: skip
+    found = out.tolist()
+    assert sum(found[:-1]) == found[-1]
+    return found[: len(starts)]
 
 
 def places(starts, rows, shares, least, device, most_keys=1 << 20, chunks=None):
@@ -53,19 +78,20 @@ def places(starts, rows, shares, least, device, most_keys=1 << 20, chunks=None):
     return [tuple(place[:5]) for place in found[:segments]]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_key_belongs_to_one_segment_and_none_has_many_more_than_its_share(device, seed):
     generator = torch.Generator().manual_seed(seed)
-    sequences = [1, 5, 16, 33, 48, 64][seed]
+    sequences = [1, 5, 16, 33][seed]
     long = 10 ** int(torch.randint(2, 5, (), generator=generator))
     starts = torch.randint(0, long, (sequences,), generator=generator).tolist()
     rows, shares, least = 1 + seed % 4, 3 + 11 * seed, (128, 512)[seed % 2]
     tiles = [-(-(start + rows) // BLOCK_N) for start in starts]
     most = max(least // BLOCK_N, -(-sum(tiles) // shares))
     covered = [0] * sequences
-    several = [place[2] > 1 for place in places(starts, rows, shares, least, device)]
+    found = places(starts, rows, shares, least, device)
+    several = [place[2] > 1 for place in found]
     assert several == sorted(several, reverse=True)
-    for sequence, segment, count, begin, end in places(starts, rows, shares, least, device):
+    for sequence, segment, count, begin, end in found:
         assert begin % BLOCK_N == 0 and begin == covered[sequence] < end <= begin + most * BLOCK_N
         assert count == -(-tiles[sequence] // most) and segment < count
         covered[sequence] = end
@@ -86,12 +112,10 @@ def test_every_key_belongs_to_one_segment_and_none_has_many_more_than_its_share(
     ],
 )
 def test_sequences_of_one_length_are_cut_as_far_as_programs_run_at_once(device, sequences, programs, parts):
+    shares = shares_of(sequences, programs)
     for tiles in (528, 1056):
-        found = places([tiles * BLOCK_N - 1] * sequences, 1, shares_of(sequences, programs), 512, device)
-        assert {place[2] for place in found} == {parts}
-    assert {
-        place[2] for place in places([200] * sequences, 1, shares_of(sequences, programs), 512, device)
-    } == {1}
+        assert counts([tiles * BLOCK_N - 1] * sequences, shares, 512, device) == [parts] * sequences
+    assert counts([200] * sequences, shares, 512, device) == [1] * sequences
 
 
 def test_no_program_has_two_segments_while_two_of_each_sequence_find_one(device):
@@ -100,7 +124,7 @@ def test_no_program_has_two_segments_while_two_of_each_sequence_find_one(device)
         starts = (10 ** (1 + 3 * torch.rand(sequences, generator=generator))).long().tolist()
         shares = programs - sequences + 1
         assert shares_of(sequences, programs) >= shares
-        assert len(places(starts, 1, shares, BLOCK_N, device)) <= programs
+        assert sum(counts(starts, shares, BLOCK_N, device)) <= programs
 
 
 def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not(device):
@@ -112,7 +136,7 @@ def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not(device):
 
 def test_lengths_that_differ_by_a_quarter_at_most_are_not_cut(device):
     starts = [4000 + 32 * place for place in range(32)] * 2
-    assert len(places(starts, 1, shares_of(64, 66), 512, device)) == 64
+    assert counts(starts, shares_of(64, 66), 512, device) == [1] * 64
 
 
 def test_a_prefill_parts_last_rows_see_their_chunks_and_padding_sequences_have_a_segment_of_no_keys(device):

@@ -123,17 +123,15 @@ def test_far_positions_turn_by_their_float32_angle(device, position):
     assert relative_error(case.k_cache[block, :, :, offset], case.parts(0)[2][0]) < 1e-6
 
 
-@pytest.mark.parametrize("heads", [(4, 1), (12, 2)])
 @pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    "past, programs, cut",
+    "past, programs, cut, count, heads",
     [
-        ((300, 5), 6, (4, 1)),
-        ((40, 300, 31), 6, (1, 4, 1)),
-        ((70, 70, 70), 6, (2, 2, 2)),
-        ((40, 40, 40), 6, (1, 1, 1)),
-        ((5, 5, 300, 5, 5), 5, (1, 1, 3, 1, 1)),  # two programs have two segments
+        ((300, 5), 6, (4, 1), 1, (4, 1)),
+        ((40, 300, 31), 6, (1, 4, 1), 3, (4, 1)),
+        ((70, 70, 70), 6, (2, 2, 2), 1, (12, 2)),
+        ((40, 40, 40), 6, (1, 1, 1), 1, (4, 1)),
+        ((5, 5, 300, 5, 5), 5, (1, 1, 3, 1, 1), 1, (12, 2)),  # two programs have two segments
     ],
 )
 def test_keys_are_cut_by_all_lengths_and_the_rows_are_the_same(
