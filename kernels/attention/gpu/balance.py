@@ -93,13 +93,6 @@ def segment_at(
 
 
 @triton.jit
-def arrives_last(arrivals, count):
-    """Whether the other programs of `count` have arrived here before, and what they stored may be read."""
-    tl.debug_barrier()  # the atomic is one thread's; the others' stores come before it
-    return tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1
-
-
-@triton.jit
 def merged(
     parts, sums, first, count, stride, r, used, d,
     HELD: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,

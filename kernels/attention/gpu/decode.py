@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from mstar.kernels.aot import AotCase
-from mstar.kernels.attention.gpu.balance import TILE, arrives_last, merged, segment_at, shares_of
+from mstar.kernels.attention.gpu.balance import TILE, merged, segment_at, shares_of
 from mstar.kernels.attention.gpu.reduce import reduce_segments
 from mstar.kernels.attention.gpu.segment import BLOCKS_ASKED, attend_segment, store_gated, store_part
 from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys
 from mstar.kernels.attention.weights import AttentionWeights
 from mstar.kernels.launch import interpreted, launch_options
+from mstar.kernels.linear.gpu.arrivals import arrives_last
 from mstar.kernels.rows import Rows
 
 # Of a sequence and KV head, up to which one program a multiprocessor is better than two, whose parts take longer to

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mstar.kernels.aot import AotCase
 from mstar.kernels.launch import launch_options
+from mstar.kernels.linear.gpu.arrivals import arrives_last
 
 BLOCK = 1024
 
@@ -144,8 +145,7 @@ def scale_and_store(
         part = scratch + tile.to(tl.int64) * (SPLIT_K * part_size)
         part += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tl.store(part + tl.program_id(1) * part_size, y)
-        tl.debug_barrier()  # every thread's part is written before one thread counts this program as arrived
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+        if arrives_last(counters + tile, SPLIT_K):
             total = tl.zeros([BLOCK_N, ROWS], tl.float32)
             for split in tl.static_range(SPLIT_K):
                 # past the first cache, which other programs' stores do not reach
