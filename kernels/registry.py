@@ -30,7 +30,8 @@ _NAME = re.compile(
     rf"({'|'.join(_PREFIXES.values())})-r([1-9]\d*)-n([1-9]\d*)-k([1-9]\d*)-({'|'.join(DTYPES)})", re.ASCII
 )
 # Parameters that a launch may have or not, and those that Triton wants as powers of two.
-OPTIONAL = frozenset({"AHEAD", "NORM_FIRST", "PRELOAD", "SOON", "SUM_AFTER", "TOUCH"})
+OPTIONAL = frozenset({"AHEAD", "CARVEOUT", "NORM_FIRST", "PRELOAD", "SOON", "SUM_AFTER", "TOUCH"})
+AMOUNTS = frozenset({"AHEAD", "CARVEOUT"})  # of those, what is not 0 or 1: MiB, percent
 SIZES = frozenset({"BLOCK_N", "BLOCK_K", "num_warps"})
 SHARED_BYTES = 227 << 10  # of shared memory that a program may have on Hopper
 _MAKERS = re.compile(r"nvidia|amd|instinct|geforce|radeon|graphics")
@@ -216,7 +217,7 @@ def _read_choice(key: GemmKey, entry: Mapping[str, Any], defaults: Linears) -> K
     wrong = sorted(param for param, value in params.items() if type(value) is not int or value < 0)
     if wrong or not names - OPTIONAL <= set(params) <= names - OPTIONAL | _optional(choice.kernel, key.kind):
         raise ValueError(f"not the parameters of {choice.kernel!r}: {', '.join(wrong) or sorted(params)}")
-    if any(params[name] > 1 for name in OPTIONAL - {"AHEAD"} & set(params)):
+    if any(params[name] > 1 for name in OPTIONAL - AMOUNTS & set(params)):
         raise ValueError("what a launch may have or not is 0 or 1")
     if params.get("SPLIT_K", 1) < 1:
         raise ValueError("k is split into one part at least")
@@ -253,6 +254,8 @@ def _check_stream(key: GemmKey, params: Mapping[str, int]) -> None:
         params["SPLIT_K"] > 1 and key.kind != "residual"
     ):
         raise ValueError("stream adds up no parts: a residual takes it with SUM_AFTER, others take it whole")
+    if params.get("CARVEOUT", 0) > 100:
+        raise ValueError("a carve-out is a percentage, 1 to 100")
     place, steps = stream_ring(key, params)
     if not min(2, steps) <= ring <= SHARED_BYTES // place:
         raise ValueError("stream's ring is of two tiles or more, or of all of k, and fits in 227 KiB")
@@ -264,7 +267,7 @@ def _optional(kernel: str, kind: str) -> frozenset[str]:
         return frozenset()
     own = {"SUM_AFTER"} if kind == "residual" else set()
     if kernel == "stream":
-        return frozenset({"SOON", *own})
+        return frozenset({"CARVEOUT", "SOON", *own})
     if kernel == "fma":
         own |= {"PRELOAD"}
     elif kind in ("norm", "gated"):

@@ -266,6 +266,7 @@ class Step:
 @click.option(
     "--budget-s", type=float, default=300.0, show_default=True, help="Try nothing further after it."
 )
+@click.option("--habits-only", is_flag=True, help="Keep each size's kernel and tiles.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all times.")
 def main(
     model: str,
@@ -274,6 +275,7 @@ def main(
     dtype: str,
     table_path: Path | None,
     budget_s: float,
+    habits_only: bool,
     json_path: Path | None,
 ) -> None:
     """Tunes the linears of MODEL's decode step on this GPU."""
@@ -286,6 +288,7 @@ def main(
     # Triton, which needs a GPU
     from mstar.kernels.linear.gpu.candidates import step_candidates, streaming, variants, with_params
 
+    others: Tries = (lambda key, now: []) if habits_only else step_candidates
     where = device_name(loaded.device)
     if table_path is not None:
         check_table(table_path, where)
@@ -302,11 +305,12 @@ def main(
         step.us(math.inf)  # the table learns the sizes
         share = (until - time.monotonic()) / (len(sizes) - place)
         end = time.monotonic() + share
-        jobs = list(dict.fromkeys(jobs_of(table, step_candidates, variants, with_params)))
+        jobs = list(dict.fromkeys(jobs_of(table, others, variants, with_params)))
         skinny = [job for job in jobs if job[1].kernel != "cublas"]
         pool.compile(skinny, share * COMPILE_SHARE, known_tiles(table, table.asked))
-        before, moved = start_together(table, streaming, step.us)
-        times = descend(table, step_candidates, variants, step.us, end, click.echo)
+        firsts = (lambda key: None) if habits_only else streaming
+        before, moved = start_together(table, firsts, step.us)
+        times = descend(table, others, variants, step.us, end, click.echo)
         after = step.us(math.inf)
         if moved and after > before:
             take_back(table, times, before)

@@ -58,7 +58,7 @@ def test_stream_is_the_formula_and_its_graph_gives_its_bytes(size, rows):
     key = key_of(size, rows)
     found = streams(key)
     tried = found[:: max(1, len(found) // 3)]
-    assert faults(key, rows, [*tried, with_params(found[0], SOON=1)]) == []
+    assert faults(key, rows, [*tried, with_params(found[0], SOON=1, CARVEOUT=58)]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

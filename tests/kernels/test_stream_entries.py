@@ -19,9 +19,11 @@ STREAM_PARAMS = {"BLOCK_K": 128, "BLOCK_N": 64, "SPLIT_K": 1, "num_stages": 4, "
         (RESIDUAL, {"SUM_AFTER": 1, "SOON": 1}, ""),
         (RESIDUAL, {"SUM_AFTER": 1, "SPLIT_K": 4}, ""),
         ("norm-r8-n1024-k2048-bf16", {}, ""),
+        ("norm-r8-n1024-k2048-bf16", {"CARVEOUT": 58}, ""),
         ("norm-r8-n1024-k128-bf16", {"num_stages": 1}, ""),  # all of k
         (RESIDUAL, {}, "adds up no parts"),
         (RESIDUAL, {"SUM_AFTER": 2}, "0 or 1"),
+        (RESIDUAL, {"SUM_AFTER": 1, "CARVEOUT": 101}, "1 to 100"),
         (RESIDUAL, {"SUM_AFTER": 1, "AHEAD": 4}, "not the parameters"),
         (RESIDUAL, {"SUM_AFTER": 1, "BLOCK_N": 32}, "16 outputs a warp"),
         (RESIDUAL, {"SUM_AFTER": 1, "BLOCK_N": 512}, "to 256 in all"),

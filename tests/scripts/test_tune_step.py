@@ -47,7 +47,7 @@ def variants(key, choice):
     return [KernelChoice("fma", tuple(sorted(each.items()))) for each in (switched, *asking)]
 
 
-def tuned(cost, until=None):
+def tuned(cost, until=None, others=candidates):
     table = Trying(Table(Defaults()), Defaults())
 
     def step_us(limit):
@@ -56,7 +56,7 @@ def tuned(cost, until=None):
     step_us(0.0)
     said = []
     limit = time.monotonic() + 60 if until is None else until
-    return table, descend(table, candidates, variants, step_us, limit, said.append), said
+    return table, descend(table, others, variants, step_us, limit, said.append), said
 
 
 def cost(key, choice):
@@ -75,6 +75,12 @@ def test_a_size_moves_only_where_the_step_gets_faster():
     assert (table.choose(A), table.choose(B)) == (both, SLOW)
     assert times[A][SLOW] == 25.0 and times[A][both] == min(times[A].values()) == 13.0
     assert sum("RuntimeError" in line for line in said) == 2
+
+
+def test_with_habits_alone_every_size_keeps_its_tiles():
+    table, times, _ = tuned(cost, others=lambda key, now: [])
+    assert table.choose(A) == KernelChoice("fma", (("AHEAD", 8), ("BLOCK_N", 8), ("SOON", 1)))
+    assert table.choose(B) == SLOW and min(times[A].values()) == 19.0
 
 
 def test_nothing_further_is_tried_when_the_time_is_over():

@@ -15,6 +15,7 @@ from mstar.kernels.attention.gpu.reduce import reduce_segments
 from mstar.kernels.attention.gpu.segment import BLOCKS_ASKED, attend_segment, store_gated, store_part
 from mstar.kernels.attention.gpu.walk import LOG2_E, ask_for_keys
 from mstar.kernels.attention.weights import AttentionWeights
+from mstar.kernels.carveout import prefer_carveout
 from mstar.kernels.launch import interpreted, launch_options
 from mstar.kernels.linear.gpu.arrivals import arrives_last
 from mstar.kernels.rows import Rows
@@ -26,6 +27,9 @@ FEW_PAIRS = 2
 # last of them; from more than the second, short sequences stay whole; from more than the third, two programs share a
 # multiprocessor, with small tiles.
 MANY_PAIRS = (32, 64, 128)
+# Rows of a step up to which its linears read through the first cache: attention leaves them as much of it as it can.
+# More rows' linears stream through shared memory, and all of it is theirs already.
+CACHED_ROWS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ def attend_decode(
         "LEAST": choice.least_keys, "BLOCK_N": choice.block_n, "PADDED": triton.next_power_of_2(rows.sequences),
         **launch_options(device),
     }  # fmt: skip
-    _attend_decode[(weights.kv_heads, max(rows.sequences, programs))](
+    launched = _attend_decode[(weights.kv_heads, max(rows.sequences, programs))](
         q, proj, proj.stride(0), k_cache, v_cache, out, parts, sums, rows.starts if arrivals is None else arrivals,
         rows.cu_rows, rows.starts, rows.block_tables, rows.block_tables.stride(0), rows.block_tables.shape[1],
         rows.starts if rows.table_rows is None else rows.table_rows, rows.sequences, shares, dim**-0.5 * LOG2_E,
@@ -119,6 +123,8 @@ def attend_decode(
         THREADS=choice.num_warps * (64 if torch.version.hip else 32),
         num_warps=choice.num_warps, num_stages=choice.num_stages, **shape,
     )  # fmt: skip
+    if rows.sequences * per_seq <= CACHED_ROWS and not last_only:
+        prefer_carveout(launched)
     if apart:
         reduce_segments(out, parts, sums, proj, rows, programs, shares, shape)
     return out

@@ -21,6 +21,8 @@ WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
 HABITS = ("AHEAD", "SOON", "SUM_AFTER", "TOUCH")  # what a kernel of a step may do beside its work
 STREAM_HABITS = ("SOON",)  # what stream may: it has its weights early, its parts are always added up after it
+# Percent of shared memory that a stream asks for at least: 100, 132, 164 and 196 KiB of an H200; at 0 all of it.
+CARVEOUTS = (0, 44, 58, 72, 86)
 AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
 SUM_AFTER_ROWS = 8  # from so many on, splits that only SUM_AFTER can take are candidates
 MOST_PRELOADED = 4  # tiles of k that a program has on their way at once
@@ -149,6 +151,7 @@ def variants(key: GemmKey, choice: KernelChoice) -> list[KernelChoice]:
         return [
             with_params(choice, SOON=1 - params.get("SOON", 0)),
             *(with_params(choice, num_stages=tiles) for tiles in rings),
+            *(with_params(choice, CARVEOUT=percent) for percent in CARVEOUTS),
         ]
     switches = ["SOON"]
     if key.kind == "residual":

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from mstar.kernels.carveout import prefer_carveout
 from mstar.kernels.launch import interpreted, launch_options, runs_gluon
 from mstar.kernels.linear.gpu import dot, fma, mma
 from mstar.kernels.linear.gpu.ahead import NOTHING, Ahead
@@ -59,10 +60,13 @@ class Call:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     out: torch.Tensor
+    carveout: int = 0  # percent, see `prefer_carveout`; 0: as Triton has it
 
     def start(self) -> torch.Tensor:
         """Launches on the current stream. Returns what the kernel fills."""
-        self.kernel[self.grid](**self.arguments)
+        launched = self.kernel[self.grid](**self.arguments)
+        if self.carveout:
+            prefer_carveout(launched, self.carveout)
         return self.out
 
 
@@ -293,7 +297,7 @@ def _stream_call(
     grid, arguments = stream.arguments(params, x, weight, kind == "gated")
     arguments |= {"eps": eps, "PRESCALE": _prescale(x.dtype), "out": out}
     arguments |= _of_squares(squares) | launch_options(x.device)
-    return Call(stream._stream, grid, arguments, out)
+    return Call(stream._stream, grid, arguments, out, arguments["CARVEOUT"])
 
 
 def _run_cublas(

@@ -67,6 +67,7 @@ def arguments(
         "SPLIT_K": params["SPLIT_K"],
         "GATED": gated,
         "SOON": params.get("SOON", 0),
+        "CARVEOUT": params.get("CARVEOUT", 0),
         "WARPS": params["num_warps"],
         "num_warps": params["num_warps"],
     }
@@ -77,7 +78,7 @@ def _stream(
     x, weight, known, eps, out, rows, n, known_tiles,
     K: gl.constexpr, KNOWN: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     TILES: gl.constexpr, SPLIT_K: gl.constexpr, GATED: gl.constexpr, SOON: gl.constexpr, PRESCALE: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    CARVEOUT: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[:rows, :n] = epilogue(x W^T); x: [rows, K], weight: [n or 2n, K], descriptors with tiles of BLOCK_K.
 
@@ -85,7 +86,8 @@ def _stream(
     with a norm's multipliers and PRESCALE: the result is divided by their root. KNOWN: at least known_tiles, a power
     of two.
     With SPLIT_K the parts stay, out[part, :rows, :n]. TILES: of the ring. SOON: the next kernel may start with this
-    one, not only once this one has waited for those before it.
+    one, not only once this one has waited for those before it. CARVEOUT: what its launch asks for; nothing here reads
+    it, but launches that ask otherwise are other functions.
     """
     if PDL and SOON:
         tl.extra.cuda.gdc_launch_dependents()
@@ -195,14 +197,15 @@ def _known_squares(
 
 
 _CONSTANTS = (
-    "K", "KNOWN", "ROWS", "BLOCK_N", "BLOCK_K", "TILES", "SPLIT_K", "GATED", "SOON", "PRESCALE", "WARPS", "PDL",
+    "K", "KNOWN", "ROWS", "BLOCK_N", "BLOCK_K", "TILES", "SPLIT_K", "GATED", "SOON", "PRESCALE", "CARVEOUT",
+    "WARPS", "PDL",
 )  # fmt: skip
 
 
 def _case(out: str = "*bf16", known: int = 0, **constants: int | bool) -> AotCase:
     given: dict[str, Any] = {
         "K": 2048, "KNOWN": max(1, known), "ROWS": 16, "BLOCK_N": 64, "BLOCK_K": 128, "TILES": 4, "SPLIT_K": 1,
-        "GATED": False, "SOON": 0, "PRESCALE": 1.0, "WARPS": 4, **constants,
+        "GATED": False, "SOON": 0, "PRESCALE": 1.0, "CARVEOUT": 0, "WARPS": 4, **constants,
     }  # fmt: skip
     tiles = {
         name: f"tensordesc<bf16[{given[rows]},{given['BLOCK_K']}],{SWIZZLED!r}>"

@@ -1,0 +1,70 @@
+"""Which functions ask for another carve-out on a GPU, as the driver has it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from mstar.kernels.registry import GemmKey
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.version.hip is not None,
+    reason="no CUDA: nothing asks for a carve-out here",
+)
+
+
+@pytest.fixture
+def preferred(monkeypatch):
+    """What the driver holds of each function that asked since, in percent."""
+    from mstar.kernels import carveout
+
+    monkeypatch.setattr(carveout, "_asked", {})
+
+    def read() -> list[int]:
+        driver, value, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), []
+        for function in carveout._asked:
+            attribute = carveout.PREFERRED_CARVEOUT
+            assert driver.cuFuncGetAttribute(ctypes.byref(value), attribute, ctypes.c_void_p(function)) == 0
+            found.append(value.value)
+        return found
+
+    return read
+
+
+@pytest.mark.parametrize("starts, count", [([8191], 1), ([8191, 40], 1), ([8191], 4)])
+def test_attention_of_one_row_leaves_the_cache_to_the_linears(preferred, starts, count):
+    from mstar.kernels.attention.gpu.run import attention_gpu
+    from tests.support.attention import paged, random_weights
+
+    generator, device = torch.Generator().manual_seed(0), torch.device("cuda")
+    case = paged(
+        random_weights(8, 2, 256, 64, generator), starts, [count] * len(starts),
+        dtype=torch.bfloat16, device=device, generator=generator, decode=True,
+    )  # fmt: skip
+    attention_gpu(case.proj, case.weights, case.k_cache, case.v_cache, case.rows)
+    found = preferred()
+    if len(starts) * count > 1:
+        assert found == []
+    else:
+        whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+        tile = 32 * 256 * 2  # keys, dims, bytes: three tiles of keys and of values are in flight
+        assert [percent * whole // 100 >= 6 * tile for percent in found] == [True]
+        assert found[0] <= 80
+
+
+def test_a_stream_asks_for_what_its_choice_says_and_others_of_its_tiles_do_not(preferred):
+    candidates = pytest.importorskip("mstar.kernels.linear.gpu.candidates")
+    from mstar.kernels.linear.gpu.run import skinny_call
+
+    choice = candidates.streaming(GemmKey("plain", 8, 1024, 1024, "bf16"))
+    if choice is None:
+        pytest.skip("stream runs on Hopper alone")
+    x, weight = (torch.ones(rows, 1024, dtype=torch.bfloat16, device="cuda") for rows in (8, 1024))
+    outs = []
+    for percent in (0, 44, 72):
+        call = skinny_call(candidates.with_params(choice, CARVEOUT=percent), x, weight, kind="plain")
+        outs += [call.start().clone(), call.start().clone()]
+    assert sorted(preferred()) == [44, 72]
+    assert all(bool((out == 1024).all()) for out in outs)
