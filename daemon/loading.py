@@ -141,7 +141,7 @@ class ModelHost:
         In order, or at once with `hurry`. Raises `no_model` where there is none.
         """
         if self.state == "loading":
-            raise ProtocolError("busy", "a load is under way: wait for its end")
+            raise ProtocolError("busy", "a load is under way: wait for its end", retryable=True)
         if self._unloading or (self.model is None and self.state != "failed"):
             raise ProtocolError("no_model", "no model is loaded")
         self._unloading = True

@@ -209,7 +209,7 @@ class Server:
         self._check_accepting()
         self.host.check_can_load()
         if len(self.registry):
-            raise ProtocolError("busy", "requests run: wait for their end")
+            raise ProtocolError("busy", "requests run: wait for their end", retryable=True)
         self.registry.totals = Totals()
         self._load = self._answer(peer, request, self.host.begin_load(request, peer.send))
 
@@ -229,9 +229,8 @@ class Server:
         if self.host.model is None:
             raise ProtocolError("no_model", "no model is loaded")
         if len(self.registry):
-            raise ProtocolError(
-                "busy", f"{len(self.registry)} requests run: wait for their end, or abort them"
-            )
+            running = f"{len(self.registry)} requests run: wait for their end, or abort them"
+            raise ProtocolError("busy", running, retryable=True)
         peer.send(ResetDone(id=request.id))  # prefixes are not cached yet, so there is nothing to drop
 
     def _status(self, peer: Peer, request: Status) -> None:

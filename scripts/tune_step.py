@@ -43,6 +43,7 @@ WORTH_A_START = 1.03
 
 
 Tries = Callable[[GemmKey, KernelChoice], list[KernelChoice]]  # of a size and what it has now
+Firsts = Callable[[GemmKey], KernelChoice | None]
 # of a size: its choice, and the step's time in microseconds with each candidate
 Found = dict[GemmKey, tuple[KernelChoice, dict[KernelChoice, float]]]
 
@@ -104,8 +105,18 @@ def descend(
         table.tried[key] = kept
 
     def try_variants(key: GemmKey) -> None:
-        for place in range(len(variants(key, table.choose(key)))):
-            try_all(key, variants(key, table.choose(key))[place : place + 1])
+        known: set[tuple[str, int]] = (
+            set()
+        )  # parameters' values that are in, or were tried on top of what was
+        while True:
+            now = table.choose(key)
+            moves = [(move, each) for each in variants(key, now) if (move := changed(now, each)) is not None]
+            left = [(move, each) for move, each in moves if move not in known]
+            if not left:
+                return
+            move, each = left[0]
+            known |= {move, (move[0], dict(now.params).get(move[0], 0))}
+            try_all(key, [each])
 
     for key in keys:
         try_variants(key)
@@ -116,9 +127,22 @@ def descend(
     return times
 
 
-def start_together(
-    table: Trying, firsts: Callable[[GemmKey], KernelChoice | None], step_us: Callable[[float], float]
-) -> tuple[float, bool]:
+def changed(now: KernelChoice, other: KernelChoice) -> tuple[str, int] | None:
+    """The first parameter of a choice's variant that is another, and its value, 0 if it is left out; or None."""
+    old, new = dict(now.params), dict(other.params)
+    return next(
+        ((name, new.get(name, 0)) for name in {**old, **new} if old.get(name, 0) != new.get(name, 0)), None
+    )
+
+
+def searched(candidates: Tries, firsts: Firsts, habits_only: bool) -> tuple[Tries, Firsts]:
+    """The kernels that a descent tries beside habits, and those that it may start from; none with habits_only."""
+    if habits_only:
+        return lambda key, now: [], lambda key: None
+    return candidates, firsts
+
+
+def start_together(table: Trying, firsts: Firsts, step_us: Callable[[float], float]) -> tuple[float, bool]:
     """Puts all sizes to their first choice of a kind at once where that is no worse than WORTH_A_START.
 
     firsts: of a size, or None. Returns the step's time with the table as it was, and whether the start moved.
@@ -166,10 +190,13 @@ def jobs_of(
                     yield key, with_params(choice, SUM_AFTER=1 - dict(choice.params).get("SUM_AFTER", 0))
 
 
-def write_choices(path: Path, where: tuple[str, str], defaults: Linears, found: Found) -> int:
+def write_choices(
+    path: Path, where: tuple[str, str], defaults: Linears, found: Found, habits_only: bool = False
+) -> int:
     """Puts what was found into a device's table, a new one if there is none. Returns how many choices moved.
 
-    where: architecture and device. Every candidate is kept beside the choice with its step's time.
+    where: architecture and device. Every candidate is kept beside the choice with its step's time; with habits_only
+    also the times of the tuning before that tried all, of another step and so not to be compared with the new ones.
     """
     table: dict[str, Any] = {"op": OP, "arch": where[0], "device": where[1], "stack": stack(), "entries": {}}
     if path.exists():
@@ -185,6 +212,10 @@ def write_choices(path: Path, where: tuple[str, str], defaults: Linears, found: 
                 "params": dict(tried.params),
             }
             entry["candidates"].setdefault(tried.name, {**alone, "us": []}).pop("error", None)
+        if habits_only and "step_us" in entry:
+            entry.setdefault("step_us_of_all", entry["step_us"])
+        elif not habits_only:
+            entry.pop("step_us_of_all", None)
         entry["step_us"] = {tried.name: round(us, 1) for tried, us in times.items()}
         moved += entry["choice"] != choice.name
         entry["choice"] = choice.name
@@ -288,7 +319,7 @@ def main(
     # Triton, which needs a GPU
     from mstar.kernels.linear.gpu.candidates import step_candidates, streaming, variants, with_params
 
-    others: Tries = (lambda key, now: []) if habits_only else step_candidates
+    others, firsts = searched(step_candidates, streaming, habits_only)
     where = device_name(loaded.device)
     if table_path is not None:
         check_table(table_path, where)
@@ -308,7 +339,6 @@ def main(
         jobs = list(dict.fromkeys(jobs_of(table, others, variants, with_params)))
         skinny = [job for job in jobs if job[1].kernel != "cublas"]
         pool.compile(skinny, share * COMPILE_SHARE, known_tiles(table, table.asked))
-        firsts = (lambda key: None) if habits_only else streaming
         before, moved = start_together(table, firsts, step.us)
         times = descend(table, others, variants, step.us, end, click.echo)
         after = step.us(math.inf)
@@ -329,7 +359,8 @@ def main(
             },
         }
         if table_path is not None:
-            click.echo(f"{table_path}: {write_choices(table_path, where, defaults, found)} sizes moved")
+            moved_sizes = write_choices(table_path, where, defaults, found, habits_only)
+            click.echo(f"{table_path}: {moved_sizes} sizes moved")
         step.end()
     pool.close()
     if json_path is not None:

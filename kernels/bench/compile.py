@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -9,6 +10,8 @@ from functools import partial
 from multiprocessing import get_context
 
 from mstar.kernels.registry import GemmKey, KernelChoice
+
+log = logging.getLogger(__name__)
 
 Job = tuple[GemmKey, KernelChoice]
 BEGUN_S = 60.0  # for jobs that run when the time is up: they use the GPU, which what is timed next would show
@@ -34,10 +37,14 @@ class CompilePool:
         self.failures: dict[Job, str] = {}
 
     def compile(self, jobs: list[Job], seconds: float, known_tiles: tuple[int, ...] | None = None) -> None:
-        """Runs each job once; returns when all are done, or those that had begun after that many seconds.
+        """Runs each job once, as far as that many seconds allow; returns when none runs any more.
+
+        None at all in no time.
 
         known_tiles: run them as a step does, see `run_once`.
         """
+        if seconds <= 0:
+            return
         end = time.monotonic() + seconds
         try:
             futures: dict[Future[str], Job] = {
@@ -46,8 +53,10 @@ class CompilePool:
         except BrokenProcessPool:  # from now on candidates are compiled where they are measured
             return
         done, missed = wait(futures, timeout=max(0.0, end - time.monotonic()))
-        begun = [future for future in missed if not future.cancel()]
-        late, _ = wait(begun, timeout=BEGUN_S)
+        begun = [future for future in missed if not future.cancel()]  # or on their way to a process
+        late, still = wait(begun, timeout=BEGUN_S)
+        if still:
+            log.warning("%d candidates are still being compiled: what is timed now may be slower", len(still))
         for future in done | late:
             broken = future.exception()  # a process that died
             if broken is None and future.result():

@@ -43,12 +43,13 @@ def test_states_and_what_each_refuses() -> None:
             assert events[-1]["spec"]["mtp"] is True and events[-1]["spec"]["reason"] is None
 
             second = await client.load(id=3)
-            assert (second["class"], second["id"]) == ("busy", 3)
+            assert (second["class"], second["id"], second["retryable"]) == ("busy", 3, False)
             await client.send(**generate(max_tokens=10_000))
             await client.until("token")
             assert (await client.load(id=4))["class"] == "busy"
             await client.send(type="reset", id=5)
-            assert (await client.until("error", "reset_done"))[-1]["class"] == "busy"
+            refused = (await client.until("error", "reset_done"))[-1]
+            assert (refused["class"], refused["retryable"]) == ("busy", True)  # they end by themselves
             await client.send(type="unload", id=6)
             events = await client.until("unloaded")
             ends = [event for event in events if event["type"] in ("done", "error")]

@@ -33,8 +33,11 @@ def preferred(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("starts, count", [([8191], 1), ([8191, 40], 1), ([8191], 4)])
-def test_attention_of_one_row_leaves_the_cache_to_the_linears(preferred, starts, count):
+@pytest.mark.parametrize(
+    "starts, count, last_only",
+    [([8191], 1, False), ([8191, 40], 1, False), ([8191], 4, False), ([8191], 4, True)],
+)
+def test_attention_of_one_row_leaves_the_cache_to_the_linears(preferred, starts, count, last_only):
     from mstar.kernels.attention.gpu.run import attention_gpu
     from tests.support.attention import paged, random_weights
 
@@ -43,15 +46,15 @@ def test_attention_of_one_row_leaves_the_cache_to_the_linears(preferred, starts,
         random_weights(8, 2, 256, 64, generator), starts, [count] * len(starts),
         dtype=torch.bfloat16, device=device, generator=generator, decode=True,
     )  # fmt: skip
-    attention_gpu(case.proj, case.weights, case.k_cache, case.v_cache, case.rows)
+    attention_gpu(case.proj, case.weights, case.k_cache, case.v_cache, case.rows, last_only)
     found = preferred()
     if len(starts) * count > 1:
         assert found == []
     else:
         whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-        tile = 32 * 256 * 2  # keys, dims, bytes: three tiles of keys and of values are in flight
-        assert [percent * whole // 100 >= 6 * tile for percent in found] == [True]
-        assert found[0] <= 80
+        tile = 32 * 256 * 2  # keys, dims, bytes: of keys and of values, three tiles or four are in flight
+        (percent,) = found
+        assert 6 * tile <= percent * whole // 100 <= 9 * tile
 
 
 def test_a_stream_asks_for_what_its_choice_says_and_others_of_its_tiles_do_not(preferred):

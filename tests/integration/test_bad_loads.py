@@ -173,7 +173,7 @@ def test_nothing_but_a_load_works_before_one_and_unload_works_once(live, tmp_pat
         assert (await first.receive())["type"] == "load_progress"
         await refused(second, "busy", type="load", model="builtin:tiny")
         await refused(second, "no_model", **generate())
-        await refused(second, "busy", type="unload")
+        assert (await refused(second, "busy", type="unload"))["retryable"]
         assert (await first.until("loaded", "error"))[-1]["type"] == "loaded"
         assert (await second.generate(max_tokens=3))[-1]["type"] == "done"
         assert (await second.ask(type="unload"))["type"] == "unloaded"

@@ -27,7 +27,7 @@ def driver(monkeypatch):
     asked = Driver()
     monkeypatch.setattr(carveout, "_asked", {})
     monkeypatch.setattr(carveout, "_driver", lambda: asked)
-    monkeypatch.setattr(carveout, "_whole", lambda device: H200)
+    monkeypatch.setattr(carveout, "_most", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "hip", None)
     return asked

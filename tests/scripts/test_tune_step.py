@@ -14,6 +14,7 @@ from mstar.scripts.tune_step import (
     check_table,
     descend,
     known_tiles,
+    searched,
     start_together,
     take_back,
     write_choices,
@@ -47,7 +48,7 @@ def variants(key, choice):
     return [KernelChoice("fma", tuple(sorted(each.items()))) for each in (switched, *asking)]
 
 
-def tuned(cost, until=None, others=candidates):
+def tuned(cost, until=None, others=candidates, variants=variants):
     table = Trying(Table(Defaults()), Defaults())
 
     def step_us(limit):
@@ -78,9 +79,32 @@ def test_a_size_moves_only_where_the_step_gets_faster():
 
 
 def test_with_habits_alone_every_size_keeps_its_tiles():
-    table, times, _ = tuned(cost, others=lambda key, now: [])
+    others, firsts = searched(candidates, lambda key: FAST, habits_only=True)
+    assert firsts(A) is None
+    assert searched(candidates, firsts, habits_only=False) == (candidates, firsts)
+    table, times, _ = tuned(cost, others=others)
     assert table.choose(A) == KernelChoice("fma", (("AHEAD", 8), ("BLOCK_N", 8), ("SOON", 1)))
     assert table.choose(B) == SLOW and min(times[A].values()) == 19.0
+
+
+def test_every_habit_is_tried_however_many_there_are_beside_it():
+    def rings(key, choice):
+        params = dict(choice.params)
+        stages = params.get("num_stages", 4)
+        near = [
+            {**params, "num_stages": other} for other in range(max(2, stages - 1), min(8, stages + 1) + 1)
+        ]
+        found = [each for each in near if each != params] + [{**params, "CARVEOUT": 57}]
+        return [KernelChoice("fma", tuple(sorted(each.items()))) for each in found]
+
+    def longest_ring(key, choice):
+        params = dict(choice.params)
+        return 10.0 - params.get("num_stages", 4) - (params.get("CARVEOUT", 0) == 57 and key == A)
+
+    table, times, _ = tuned(longest_ring, others=lambda key, now: [], variants=rings)
+    assert dict(table.choose(A).params) == {"BLOCK_N": 8, "num_stages": 8, "CARVEOUT": 57}
+    assert dict(table.choose(B).params) == {"BLOCK_N": 8, "num_stages": 8}
+    assert any(dict(choice.params).get("CARVEOUT") == 57 for choice in times[B])
 
 
 def test_nothing_further_is_tried_when_the_time_is_over():
@@ -146,6 +170,23 @@ def test_a_table_takes_choices_and_knows_how_they_are_launched(tmp_path):
         "params": {"BLOCK_N": 4},
         "us": [],
     }
+
+
+def test_habits_tuned_later_leave_the_times_of_all_kernels_until_all_are_timed_again(tmp_path):
+    path = tmp_path / "decode_gemm.json"
+    where, defaults = ("sm_90", "h200"), Defaults()
+
+    def entry():
+        return json.loads(path.read_text())["entries"][A.name]
+
+    write_choices(path, where, defaults, {A: (FAST, {SLOW: 2.0, FAST: 1.0})})
+    for us in (9.0, 8.0):
+        write_choices(path, where, defaults, {A: (FAST, {FAST: us})}, habits_only=True)
+        assert entry()["step_us"] == {FAST.name: us}
+        assert entry()["step_us_of_all"] == {FAST.name: 1.0, SLOW.name: 2.0}
+    write_choices(path, where, defaults, {A: (SLOW, {SLOW: 3.0, FAST: 4.0})})
+    assert "step_us_of_all" not in entry() and entry()["step_us"] == {FAST.name: 4.0, SLOW.name: 3.0}
+    assert read_table(path, stack(), defaults).notes == ()
 
 
 def test_a_table_of_another_device_or_stack_is_left_alone(tmp_path):

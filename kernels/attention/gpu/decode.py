@@ -27,8 +27,8 @@ FEW_PAIRS = 2
 # last of them; from more than the second, short sequences stay whole; from more than the third, two programs share a
 # multiprocessor, with small tiles.
 MANY_PAIRS = (32, 64, 128)
-# Rows of a step up to which its linears read through the first cache: attention leaves them as much of it as it can.
-# More rows' linears stream through shared memory, and all of it is theirs already.
+# Rows of a step up to which attention asks for the shared memory of one program, and leaves the rest of it to the first
+# cache, through which most linears of one row read. At two it gives and takes; from four on it mostly costs.
 CACHED_ROWS = 1
 
 

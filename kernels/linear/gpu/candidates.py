@@ -20,9 +20,12 @@ THREAD_BYTES = 640  # a thread's sums and tiles in flight, of the 1020 bytes of 
 WARPS = {"fma": 24, "dot": 8, "mma": 16}
 
 HABITS = ("AHEAD", "SOON", "SUM_AFTER", "TOUCH")  # what a kernel of a step may do beside its work
-STREAM_HABITS = ("SOON",)  # what stream may: it has its weights early, its parts are always added up after it
-# Percent of shared memory that a stream asks for at least: 100, 132, 164 and 196 KiB of an H200; at 0 all of it.
-CARVEOUTS = (0, 44, 58, 72, 86)
+# Those that stream takes over: it has its weights early, its parts are always added up after it, and what it asks for
+# of shared memory goes with its ring.
+STREAM_HABITS = ("SOON",)
+# Percent of shared memory that a stream asks for: as CUDA rounds up, 100, 132, 164 and 196 KiB of an H200's 228; at 0
+# nothing is asked.
+CARVEOUTS = (0, 43, 57, 71, 85)
 AHEAD_MIB = (0, 2, 4, 8, 16, 32)  # of what is read next: an H200's second cache holds 50 MB
 SUM_AFTER_ROWS = 8  # from so many on, splits that only SUM_AFTER can take are candidates
 MOST_PRELOADED = 4  # tiles of k that a program has on their way at once

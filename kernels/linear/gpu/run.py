@@ -60,13 +60,12 @@ class Call:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     out: torch.Tensor
-    carveout: int = 0  # percent, see `prefer_carveout`; 0: as Triton has it
 
     def start(self) -> torch.Tensor:
         """Launches on the current stream. Returns what the kernel fills."""
         launched = self.kernel[self.grid](**self.arguments)
-        if self.carveout:
-            prefer_carveout(launched, self.carveout)
+        if self.arguments.get("CARVEOUT"):
+            prefer_carveout(launched, self.arguments["CARVEOUT"])
         return self.out
 
 
@@ -297,7 +296,7 @@ def _stream_call(
     grid, arguments = stream.arguments(params, x, weight, kind == "gated")
     arguments |= {"eps": eps, "PRESCALE": _prescale(x.dtype), "out": out}
     arguments |= _of_squares(squares) | launch_options(x.device)
-    return Call(stream._stream, grid, arguments, out, arguments["CARVEOUT"])
+    return Call(stream._stream, grid, arguments, out)
 
 
 def _run_cublas(
