@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, of CUDA's driver API
 RESERVED = 1 << 10  # bytes that each program takes beside its own
 
-_asked: dict[int, int | None] = {}  # by function, which lives as long as its process
+# What each compiled kernel asked for. Triton may unload one, and CUDA give its function's place to another.
+_asked: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
 def least_carveout(shared: int, most: int) -> int:
@@ -36,9 +38,9 @@ def prefer_carveout(launched: Any, percent: int | None = None) -> None:
     and 228 KiB), may take another, and a refusal costs time alone.
     """
     function = getattr(launched, "function", None)
-    if function is None or torch.version.hip or _asked.get(function, -1) == percent:
+    if function is None or torch.version.hip or _asked.get(launched, -1) == percent:
         return
-    _asked[function] = percent
+    _asked[launched] = percent
     if percent is None:
         percent = least_carveout(launched.metadata.shared, _most(torch.cuda.current_device()))
     refused = _driver().cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, percent)

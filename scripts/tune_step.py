@@ -105,9 +105,8 @@ def descend(
         table.tried[key] = kept
 
     def try_variants(key: GemmKey) -> None:
-        known: set[tuple[str, int]] = (
-            set()
-        )  # parameters' values that are in, or were tried on top of what was
+        # parameters' values that are in, or were tried on top of what was
+        known: set[tuple[str, int]] = set()
         while True:
             now = table.choose(key)
             moves = [(move, each) for each in variants(key, now) if (move := changed(now, each)) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ def preferred(monkeypatch):
     """What the driver holds of each function that asked since, in percent."""
     from mstar.kernels import carveout
 
-    monkeypatch.setattr(carveout, "_asked", {})
+    monkeypatch.setattr(carveout, "_asked", WeakKeyDictionary())
 
     def read() -> list[int]:
-        driver, value, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), []
-        for function in carveout._asked:
-            attribute = carveout.PREFERRED_CARVEOUT
-            assert driver.cuFuncGetAttribute(ctypes.byref(value), attribute, ctypes.c_void_p(function)) == 0
+        driver, found = ctypes.CDLL("libcuda.so.1"), []
+        for kernel in carveout._asked:
+            value, function = ctypes.c_int(), ctypes.c_void_p(kernel.function)
+            asked = driver.cuFuncGetAttribute(ctypes.byref(value), carveout.PREFERRED_CARVEOUT, function)
+            assert asked == 0
             found.append(value.value)
         return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     asked = Driver()
-    monkeypatch.setattr(carveout, "_asked", {})
+    monkeypatch.setattr(carveout, "_asked", WeakKeyDictionary())
     monkeypatch.setattr(carveout, "_driver", lambda: asked)
     monkeypatch.setattr(carveout, "_most", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -33,8 +35,13 @@ def driver(monkeypatch):
     return asked
 
 
-def launched(function, shared=0):
-    return SimpleNamespace(function=function, name="_kernel", metadata=SimpleNamespace(shared=shared))
+class Kernel:
+    """As Triton's compiled kernels are: equal to themselves alone."""
+
+    name = "_kernel"
+
+    def __init__(self, function, shared=0):
+        self.function, self.metadata = function, SimpleNamespace(shared=shared)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +54,11 @@ def test_the_least_carveout_holds_one_program_and_a_percent_less_does_not(shared
 
 
 def test_a_function_is_asked_for_once_until_another_share_is_wanted(driver):
+    first, second = Kernel(7), Kernel(8)
     for _ in range(3):
-        prefer_carveout(launched(7), 72)
-    prefer_carveout(launched(8), 72)
-    prefer_carveout(launched(7), 44)
+        prefer_carveout(first, 72)
+    prefer_carveout(second, 72)
+    prefer_carveout(first, 44)
     assert driver.calls == [
         (7, PREFERRED_CARVEOUT, 72),
         (8, PREFERRED_CARVEOUT, 72),
@@ -59,23 +67,34 @@ def test_a_function_is_asked_for_once_until_another_share_is_wanted(driver):
 
 
 def test_without_a_share_it_is_what_one_program_takes(driver):
-    prefer_carveout(launched(7, shared=107_520))
+    kernel = Kernel(7, shared=107_520)
+    for _ in range(2):
+        prefer_carveout(kernel)
     assert driver.calls == [(7, PREFERRED_CARVEOUT, 47)]
+
+
+def test_a_function_in_the_place_of_one_that_was_unloaded_is_asked_for_itself(driver):
+    for _ in range(2):
+        kernel = Kernel(7)
+        prefer_carveout(kernel, 72)
+        del kernel
+        gc.collect()
+    assert driver.calls == [(7, PREFERRED_CARVEOUT, 72)] * 2 and len(carveout._asked) == 0
 
 
 def test_nothing_is_asked_of_what_has_no_function_yet_or_of_amd(driver, monkeypatch):
     prefer_carveout(None, 72)  # the interpreter
-    prefer_carveout(launched(None), 72)
-    prefer_carveout(SimpleNamespace(), 72)  # what compiles and does not launch
+    prefer_carveout(Kernel(None), 72)
+    prefer_carveout(object(), 72)  # what compiles and does not launch
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    prefer_carveout(launched(7), 72)
+    prefer_carveout(Kernel(7), 72)
     assert driver.calls == []
 
 
 def test_a_refusal_is_said_once_and_fails_nothing(driver, caplog):
-    driver.error = 801
+    driver.error, kernel = 801, Kernel(7)
     for _ in range(2):
-        prefer_carveout(launched(7), 72)
+        prefer_carveout(kernel, 72)
     assert [record.getMessage() for record in caplog.records] == [
         "_kernel: a carve-out of 72 % was refused: CUDA error 801"
     ]
