@@ -24,7 +24,7 @@ from mstar.daemon.chat_cli import Printer, converse, figures
 from mstar.daemon.client import DEFAULT_ADDRESS, Client, DaemonError, NoDaemon
 from mstar.daemon.field_options import field_options, fields_of
 from mstar.daemon.progress import LoadBars
-from mstar.daemon.protocol import Event, Generate, Load, LoadSpecFields, SpecRequest
+from mstar.daemon.protocol import Done, Event, Generate, Load, LoadSpecFields, SpecRequest
 
 EXIT_ERROR, EXIT_NO_DAEMON, EXIT_INTERRUPTED = 1, 3, 130
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,8 +136,15 @@ def generate(
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.buffer.read().decode()
+        except UnicodeDecodeError as error:
+            raise click.UsageError(
+                f"the prompt is not UTF-8: {error.reason} at byte {error.start}"
+            ) from error
     fields = fields_of(options, SpecRequest)
+    if not as_json:
+        _refuse_unseen(fields, "add --json")
     if templated or "system" in fields or "thinking" in fields:
         fields["messages"] = [{"role": "user", "content": prompt}]
     else:
@@ -146,13 +153,19 @@ def generate(
         fields["id"] = id
     # a client that closes aborts what it left, so Ctrl-C needs nothing more
     generation = client.generate(**fields)
+    reason: str | None = None
     if as_json:
         for event in generation:
             _print_event(event)
-        return
-    done = Printer(quiet=quiet).show(generation)
-    if not quiet:
-        click.echo(figures(done), err=True)
+            reason = event.finish_reason if isinstance(event, Done) else reason
+    else:
+        done = Printer(quiet=quiet).show(generation)
+        reason = done.finish_reason
+        if not quiet:
+            click.echo(figures(done), err=True)
+    if reason == "abort":
+        click.echo("error: the answer was aborted before its end", err=True)
+        sys.exit(EXIT_ERROR)
 
 
 @command
@@ -160,7 +173,16 @@ def generate(
 @quiet
 def chat(client: Client, quiet: bool, **options: Any) -> None:
     """Hold a conversation. /clear forgets it, /quit or Ctrl-D ends it, Ctrl-C ends the running answer."""
-    converse(client, fields_of(options, SpecRequest), quiet)
+    fields = fields_of(options, SpecRequest)
+    _refuse_unseen(fields, "use generate --json")
+    converse(client, fields, quiet)
+
+
+def _refuse_unseen(fields: dict[str, Any], instead: str) -> None:
+    """Raises UsageError for what is asked for and would not be shown as text."""
+    for field in ("logprobs", "return_ids"):
+        if fields.get(field):
+            raise click.UsageError(f"--{field.replace('_', '-')} does not show in text: {instead}")
 
 
 @command

@@ -32,6 +32,8 @@ log = logging.getLogger("mstar.generate")
 
 # Shorter text is encoded at once (under 2 ms); a thread's round trip would cost more than it saves.
 _INLINE_CHARS = 4096
+# Longer text, which may take seconds, waits for a thread of its own: shorter text has the others to itself.
+_LONG_CHARS = 1 << 18
 _SEED_BITS = 63
 
 
@@ -45,9 +47,11 @@ class Generations:
         self._registry = registry
         self._current = current
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._long_threads = ThreadPoolExecutor(1, thread_name_prefix="long-text")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def start(self, request: Generate, peer: Peer, model: Model) -> None:
         """Makes the request live and submits it, from a thread's result where its text is long.
@@ -106,8 +110,9 @@ class Generations:
 
     async def _prepare(self, live: LiveRequest, model: Model) -> None:
         loop = asyncio.get_running_loop()
+        threads = self._threads if text_chars(live.request) <= _LONG_CHARS else self._long_threads
         try:
-            ids = await loop.run_in_executor(self._threads, prompt_ids, live.request, model.text)
+            ids = await loop.run_in_executor(threads, prompt_ids, live.request, model.text)
             live.preparing = None
             if live.ended:
                 return

@@ -295,7 +295,7 @@ def _check(request: Load, settings: Settings) -> _Checked:
         dspark=spec.dspark,
     )
     tp = request.tp or settings.tp
-    check_built(wanted, tp)  # before the hub is asked for the model
+    check_built(wanted)  # before the hub is asked for the model
     directory = resolve(request.model)
     config = read_config(directory, request.overrides)
     check_tp(config, tp)

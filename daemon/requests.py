@@ -225,11 +225,21 @@ class Message(Strict):
         return "".join(part.text for part in self.content)
 
 
+NAME = (
+    "Names the request, together with `attempt_id`, in the whole daemon: printable text of 1 to 256 characters, or an "
+    "integer in 0..2⁶³-1"
+)
+MIN_TOKENS = (
+    "No end before so many tokens: no end of sequence and no id of `stop_token_ids` is drawn, and no string of "
+    "`stop` is looked for in their text"
+)
+
+
 class Generate(Strict):
     """Asks for an answer to exactly one of `prompt`, `messages` and `prompt_ids`."""
 
     type: Literal["generate"] = "generate"
-    id: RequestId = Field(description="Names the request, together with `attempt_id`, in the whole daemon")
+    id: RequestId = Field(description=NAME)
     attempt_id: AttemptId = Field(description="Tells a client's retries of one `id` apart")
     prompt: str | None = Field(default=None, min_length=1, description="Text, encoded as it is (no template)")
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
@@ -269,12 +279,14 @@ class Generate(Strict):
         description="Fixes the draws; null draws a seed, told in `gen_start`",
     )
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(
-        default=[], max_length=16, description="Strings that end the answer; they are cut from it"
+        default=[],
+        max_length=16,
+        description="Strings of up to 1,024 characters that end the answer; they are cut from it",
     )
     stop_token_ids: TokenIds = Field(
         default=[], max_length=1024, description="Token ids that end the answer, `ignore_eos` or not"
     )
-    min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description="No end of sequence before")
+    min_tokens: int = Field(default=0, ge=0, le=INT32_MAX, description=MIN_TOKENS)
     ignore_eos: bool = Field(default=False, description="Go on past the model's end of sequence")
     return_ids: bool = Field(default=False, description="Put `ids` into `token` and `reasoning`")
     thinking: bool | None = Field(

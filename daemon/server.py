@@ -280,7 +280,9 @@ class Server:
             except ProtocolError as error:
                 self._answer_error(peer, request, error)
             except asyncio.CancelledError:
-                self._answer_error(peer, request, ProtocolError("busy", "the daemon is shutting down"))
+                self._answer_error(
+                    peer, request, ProtocolError("busy", "the daemon is shutting down", retryable=True)
+                )
                 raise
             except Exception as error:
                 self._answer_fault(peer, request, error)

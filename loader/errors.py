@@ -29,7 +29,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def listed(names: list[str], limit: int = 100) -> str:
+def listed(names: list[str], limit: int = 16) -> str:
     """Names as one line of an error message, at most `limit` of them."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

@@ -35,15 +35,14 @@ class SpecPolicy:
     reason: str | None  # why it does not speculate; None when it does
 
 
-def check_built(request: SpecRequest, tp: int) -> None:
+def check_built(request: SpecRequest) -> None:
     """Refuses by name what the request asks for and no load can give, before the model is even looked for.
 
     Raises LoadError `unsupported`, naming the field.
     """
     for name in ("ngram", "dflash", "dspark"):
         if getattr(request, name) != "off":
-            where = "on one rank" if tp == 1 else f"on {tp} ranks"
-            message = f"{name} drafting is not built {where}; leave spec.{name} off"
+            message = f"{name} drafting is not built yet; leave spec.{name} off"
             raise LoadError("unsupported", message, f"spec.{name}")
     if request.draft_head == "fp8":
         message = "an fp8 draft head is not built; leave spec.draft_head at auto"
@@ -57,7 +56,7 @@ def decide(request: SpecRequest, head_fault: LoadError | None, tp: int, dtype: s
     the load, "bf16", "fp16" or "fp32", in which the head runs. Raises LoadError, naming the field, for what was
     asked for by name and cannot be given; `auto` is served without, and `reason` says why.
     """
-    check_built(request, tp)
+    check_built(request)
     if request.mtp == "off":
         return SpecPolicy(mtp=False, k=0, draft_head=None, reason="switched off by spec.mtp")
     if head_fault is not None and request.mtp == "on":

@@ -79,7 +79,9 @@ class Rank:
             return 0
         except Exception as error:
             failed = _failed(self.rank, error)
-            log.error("rank %d: %s", self.rank, failed.message, exc_info=error)
+            # of what has a class of its own the message says all
+            fault = error if failed.error_class == "internal" else None
+            log.error("rank %d: %s", self.rank, failed.message, exc_info=fault)
             self._events.send(failed)
             return 1
         finally:

@@ -17,6 +17,7 @@ import click
 from mstar.daemon.chat_cli import Printer, figures
 from mstar.daemon.client import Client, DaemonError, NoDaemon
 from mstar.daemon.progress import LoadBars
+from mstar.scripts.serving_daemon import running_process
 
 MODEL = "builtin:tiny"
 PROMPT = "In a few sentences, explain why the sky is blue."
@@ -45,8 +46,8 @@ def _demo(folder: Path, prompt: str, tp: int, max_tokens: int) -> None:
     address = f"ipc://{folder}/zmq"
     flags = ["--tp", str(tp), "--bind", address, "--line", f"unix:{folder}/line", "--log-level", "warning"]
     _say(f"$ mstar-daemon {' '.join(flags)}")
-    daemon = subprocess.Popen([sys.executable, "-m", "mstar.daemon.cli", *flags], stdin=subprocess.DEVNULL)
-    try:
+    command = [sys.executable, "-m", "mstar.daemon.cli", *flags]
+    with running_process(command, stdin=subprocess.DEVNULL) as daemon:
         with Client(address) as client:
             _wait(client, daemon)
             with LoadBars() as bars:
@@ -61,8 +62,6 @@ def _demo(folder: Path, prompt: str, tp: int, max_tokens: int) -> None:
             ranks = [rank.pid for rank in client.status().ranks]
             client.shutdown()
         code = daemon.wait(END_S)
-    finally:
-        _end(daemon)
     _check_end(code, ranks, folder)
     _say(f"the daemon and its {len(ranks)} ranks have ended, and nothing is left behind")
 
@@ -80,17 +79,6 @@ def _wait(client: Client, daemon: subprocess.Popen[bytes]) -> None:
             if time.monotonic() > deadline:
                 raise DemoError(f"the daemon did not answer within {START_S:.0f} s") from error
             time.sleep(0.05)
-
-
-def _end(daemon: subprocess.Popen[bytes]) -> None:
-    """Ends a daemon that did not end by itself, so that it takes its ranks and files along."""
-    if daemon.poll() is None:
-        daemon.terminate()
-        try:
-            daemon.wait(END_S)
-        except subprocess.TimeoutExpired:
-            daemon.kill()
-            daemon.wait()
 
 
 def _check_end(code: int, ranks: list[int], folder: Path) -> None:

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mstar.scripts.serving_load import BenchError, DaemonLink
 
 STOP_S = 30.0
+OWN_FLAGS = ("--bind", "--line", "--stdio")  # a daemon that is launched here is found by them
+
+
+@contextmanager
+def running_process(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for the block, ended after it, and when SIGTERM ends this one: then the block gets SystemExit.
+
+    options: of Popen. In another thread than the main one SIGTERM is left as it is.
+    """
+    came = inside = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal came
+        came = True
+        if inside:  # elsewhere the process is being started, or ended already
+            raise SystemExit(128 + number)
+
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, handle) if here else None
+    try:
+        process = subprocess.Popen(command, **options)
+        try:
+            inside = True
+            if came:
+                raise SystemExit(128 + signal.SIGTERM)
+            yield process
+        finally:
+            inside = False
+            _stop(process)
+    finally:
+        if here:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -24,21 +58,22 @@ def launched_daemon(
 
     line: where its line face listens.
     The daemon's log goes to a temporary file, whose end is in the BenchError of a daemon that does not
-    come up.
+    come up, or that was given sockets among its flags.
     """
+    own = [flag for flag in flags if flag.split("=")[0] in OWN_FLAGS]
+    if own:
+        raise BenchError(f"this script's daemon has sockets of its own: leave {', '.join(own)} out")
     with tempfile.TemporaryDirectory(prefix="mstar-bench-") as folder:
         address = f"ipc://{folder}/zmq"
         log_path = Path(folder) / "log"
         command = [sys.executable, "-m", "mstar.daemon.cli", "--model", model]
         command += ["--bind", address, "--line", line, *flags]
-        with log_path.open("wb") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        link = DaemonLink(address)
-        try:
+        with (
+            log_path.open("wb") as log,
+            running_process(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
+            closing(DaemonLink(address)) as link,
+        ):
             yield link, _wait_ready(link, process, log_path, ready_s)
-        finally:
-            link.close()
-            _stop(process)
 
 
 @contextmanager

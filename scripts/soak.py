@@ -133,7 +133,7 @@ def _daemon(
     with tempfile.TemporaryDirectory(prefix="mstar-soak-") as folder:
         line = f"unix:{folder}/line"
         quiet = ["--log-level", "warning", *flags]
-        with launched_daemon(model, ["--line", line, *quiet]) as (link, loaded):
+        with launched_daemon(model, quiet, line=line) as (link, loaded):
             yield link, loaded, line
 
 

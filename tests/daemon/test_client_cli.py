@@ -144,11 +144,28 @@ def test_exit_code_1_for_an_error_event(mstar, daemon):
     assert mstar("chat", stdin="fail\nmore\n").exit_code == 1
 
 
+@pytest.mark.parametrize("flags", [(), ("-q",), ("--json",)])
+def test_exit_code_1_for_an_answer_that_somebody_else_ends(mstar, flags):
+    result = mstar("generate", "cut", *flags)
+    assert result.exit_code == 1 and "cut " in result.stdout
+    assert "the answer was aborted before its end" in result.stderr
+
+
+def test_a_prompt_that_is_not_text_is_refused_in_the_users_words(daemon):
+    command = [*COMMAND, "--connect", daemon.address, "generate", "-q"]
+    result = subprocess.run(command, input=b"caf\xe9", capture_output=True, timeout=60)
+    assert (
+        result.returncode == 2
+        and b"the prompt is not UTF-8: unexpected end of data at byte 3" in result.stderr
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("nothing",), ("generate", "a", "--what"), ("generate", "a", "--top-k", "many"), ("load",),
         ("load", "m", "--kv-dtype", "fp4"), ("load", "m", "--override", "a"), ("abort", "x", "--integer"),
+        ("generate", "a", "--logprobs", "2"), ("generate", "a", "--return-ids"), ("chat", "--return-ids"),
     ],
 )  # fmt: skip
 def test_exit_code_2_for_usage(mstar, arguments):

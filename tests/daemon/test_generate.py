@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from typing import Any
 
+from mstar.daemon import generation
 from mstar.loader import resolve
 from tests.support.daemons import LineClient, ZmqClient, classes, daemon, generate, run, text_of
 
@@ -39,6 +41,35 @@ def test_a_request_streams_and_ends_with_its_figures() -> None:
             client.close()
 
     run(body())
+
+
+def test_texts_of_megabytes_leave_their_threads_to_shorter_ones(monkeypatch) -> None:
+    encode, go = generation.prompt_ids, threading.Event()
+
+    def slow(request, text):
+        if len(request.prompt) > 1 << 18:
+            go.wait(30.0)
+        return encode(request, text)
+
+    monkeypatch.setattr(generation, "prompt_ids", slow)
+
+    async def body() -> None:
+        async with daemon() as server:
+            client = ZmqClient(server)
+            await client.load()
+            for number in range(3):
+                await client.send(**generate(id=number, prompt="ab " * 100_000))
+            shorter = (await client.generate(id="shorter", prompt="ab " * 10_000))[-1]
+            assert (shorter["id"], shorter["class"]) == ("shorter", "context_length")
+            go.set()
+            ends = [(await client.until("error"))[-1] for _ in range(3)]
+            assert [(end["id"], end["class"]) for end in ends] == [(n, "context_length") for n in range(3)]
+            client.close()
+
+    try:
+        run(body())
+    finally:
+        go.set()
 
 
 def test_seeds_are_the_clients_or_drawn_and_reported() -> None:

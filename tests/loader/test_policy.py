@@ -67,7 +67,7 @@ def test_off_is_off_whatever_the_head(fault):
 @pytest.mark.parametrize("mtp", ["off", "auto", "on"])
 def test_what_is_not_built_is_refused_by_name(name, fault, tp, mtp):
     request = replace(Request(mtp=mtp), **{name: "fp8" if name == "draft_head" else "on"})
-    for refuse in (lambda: check_built(request, tp), lambda: decide(request, fault, tp, "bf16")):
+    for refuse in (lambda: check_built(request), lambda: decide(request, fault, tp, "bf16")):
         with pytest.raises(LoadError) as caught:
             refuse()
         assert (caught.value.error_class, caught.value.field) == ("unsupported", f"spec.{name}")

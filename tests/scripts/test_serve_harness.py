@@ -14,6 +14,14 @@ from mstar.scripts.harness_prompts import BUILT_IN, PromptsError, read_prompts
 WORDS = [f"w{i}" for i in range(1000)]
 
 
+@pytest.mark.parametrize("flags", [["--bind", "ipc:///tmp/x"], ["--line=off"], ["--tp", "1", "--stdio"]])
+def test_flags_that_would_hide_the_daemon_from_its_script_are_refused(flags):
+    refused = CliRunner().invoke(serve_harness.main, ["--", *flags])
+    own = next(flag for flag in flags if flag.startswith(("--bind", "--line", "--stdio")))
+    assert refused.exit_code == 2
+    assert f"has sockets of its own: leave {own} out" in refused.output
+
+
 def text(words):
     return " ".join(words)
 

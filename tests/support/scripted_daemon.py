@@ -1,8 +1,9 @@
 """A daemon without a model, for tests of clients: a ROUTER on a Unix socket that answers by script.
 
 It speaks msgpack itself, not through the codec, so that both ends are not wrong together. A prompt
-says what it answers: `hold` (gen_start, then nothing until an abort), `fail`, `flood N` (N tokens at
-once), `think` (reasoning, then text); any other prompt comes back word by word.
+says what it answers: `hold` (gen_start, then nothing until an abort), `fail`, `cut` (a token, and somebody
+else ends it), `flood N` (N tokens at once), `think` (reasoning, then text); any other prompt comes back word by
+word.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ class ScriptedDaemon:
         if prompt == "hold":
             self._holding[peer, request["id"], request["attempt_id"]] = None
             return [start, {"type": "token", "text": "held "}]
+        if prompt == "cut":
+            return [start, {"type": "token", "text": "cut "}, _done("abort")]
         if prompt.startswith("flood "):
             return [start, *[{"type": "token", "text": "x"}] * int(prompt[6:]), _done("length")]
         thought = [{"type": "reasoning", "text": "hm"}] if prompt == "think" else []
