@@ -20,14 +20,18 @@ def errors(case, out):
     ]
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+CASES = [
+    ((4, 1), [0, 0, 0], [1, 2, 63]),
+    ((6, 1), [0, 37], [65, 4]),
+    ((4, 2), [96, 15, 1], [64, 1, 9]),
+]
+# in the interpreter, where the longer ones take ten seconds, bf16 differs from float32 in its roundings alone
+ROUNDED = CASES if torch.cuda.is_available() else CASES[:1]
+
+
 @pytest.mark.parametrize(
-    "heads, starts, counts",
-    [
-        ((4, 1), [0, 0, 0], [1, 2, 63]),
-        ((6, 1), [0, 37], [65, 4]),
-        ((4, 2), [96, 15, 1], [64, 1, 9]),
-    ],
+    "heads, starts, counts, dtype",
+    [*((*case, torch.float32) for case in CASES), *((*case, torch.bfloat16) for case in ROUNDED)],
 )
 def test_chunks_see_their_past_and_themselves(device, heads, starts, counts, dtype):
     generator = torch.Generator().manual_seed(sum(counts))
