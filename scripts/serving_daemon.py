@@ -45,6 +45,8 @@ def running_process(command: Sequence[str], **options: Any) -> Iterator[subproce
         finally:
             inside = False
             _stop(process)
+        if came:  # meanwhile
+            raise SystemExit(128 + signal.SIGTERM)
     finally:
         if here:
             signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,11 @@
 """The harness: what is wrong with an answer, prompts of a file, and its lines and exit codes."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -10,6 +14,7 @@ from click.testing import CliRunner
 from mstar.scripts import serve_harness
 from mstar.scripts.harness_checks import is_attractor, md5_of, missing_substrings, repeated_share
 from mstar.scripts.harness_prompts import BUILT_IN, PromptsError, read_prompts
+from mstar.scripts.serving_daemon import running_process
 
 WORDS = [f"w{i}" for i in range(1000)]
 
@@ -215,3 +220,18 @@ def test_a_runaway_alone_does_not_fail(tmp_path):
 def test_no_daemon_is_another_exit_code(tmp_path):
     result = CliRunner().invoke(serve_harness.main, ["--connect", f"unix:{tmp_path}/nobody"])
     assert result.exit_code == serve_harness.NO_DAEMON
+
+
+def test_sigterm_while_a_process_is_being_ended_is_not_forgotten():
+    slow = "import signal, time; signal.signal(15, lambda *_: None); print(flush=True); time.sleep(0.5)"
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit) as left,
+        running_process([sys.executable, "-c", slow], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        process.stdout.readline()  # from now on it takes half a second to end
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert left.value.code == 128 + signal.SIGTERM
+    assert process.returncode == 0 and signal.getsignal(signal.SIGTERM) == before
+    process.stdout.close()
