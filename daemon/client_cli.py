@@ -133,6 +133,9 @@ def generate(
     The prompt goes to the model as it is; with --chat, --system or --thinking it is a user's message, rendered
     by the model's chat template.
     """
+    fields = fields_of(options, SpecRequest)
+    if not as_json:
+        _refuse_unseen(fields, "add --json")
     if prompt is None or prompt == "-":
         if sys.stdin.isatty():
             click.echo("prompt (end with Ctrl-D):", err=True)
@@ -142,9 +145,6 @@ def generate(
             raise click.UsageError(
                 f"the prompt is not UTF-8: {error.reason} at byte {error.start}"
             ) from error
-    fields = fields_of(options, SpecRequest)
-    if not as_json:
-        _refuse_unseen(fields, "add --json")
     if templated or "system" in fields or "thinking" in fields:
         fields["messages"] = [{"role": "user", "content": prompt}]
     else:

@@ -63,13 +63,15 @@ class Generations:
         if request.deadline_ms is not None:
             loop = asyncio.get_running_loop()
             live.deadline = loop.call_later(request.deadline_ms / 1e3, self._deadline, live)
-        if text_chars(request) <= _INLINE_CHARS:
+        chars = text_chars(request)
+        if chars <= _INLINE_CHARS:
             try:
                 self._submit(live, model, prompt_ids(request, model.text))
             except Exception as error:
                 self._fail(live, error)
         else:
-            live.preparing = asyncio.get_running_loop().create_task(self._prepare(live, model))
+            threads = self._threads if chars <= _LONG_CHARS else self._long_threads
+            live.preparing = asyncio.get_running_loop().create_task(self._prepare(live, model, threads))
 
     def abort(self, live: LiveRequest) -> None:
         """Ends the request with `done` (abort): what was held back is sent, the engine forgets it."""
@@ -108,9 +110,8 @@ class Generations:
 
     # Before the engine
 
-    async def _prepare(self, live: LiveRequest, model: Model) -> None:
+    async def _prepare(self, live: LiveRequest, model: Model, threads: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
-        threads = self._threads if text_chars(live.request) <= _LONG_CHARS else self._long_threads
         try:
             ids = await loop.run_in_executor(threads, prompt_ids, live.request, model.text)
             live.preparing = None

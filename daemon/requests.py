@@ -26,6 +26,8 @@ from pydantic_core import PydanticCustomError
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_ID_CHARS = 256
+ID_FORM = f"printable text of 1 to {MAX_ID_CHARS} characters, or an integer in 0..2**63-1"
+MAX_STOP_CHARS = 1024
 MAX_FIELDS = 64
 
 
@@ -38,9 +40,7 @@ def is_request_id(value: object) -> bool:
 
 def _request_id(value: object) -> str | int:
     if not is_request_id(value):
-        raise PydanticCustomError(
-            "request_id", "should be printable text of 1 to 256 characters, or an integer in 0..2**63-1"
-        )
+        raise PydanticCustomError("request_id", "should be {form}", {"form": ID_FORM})
     return value  # type: ignore[return-value]
 
 
@@ -225,10 +225,6 @@ class Message(Strict):
         return "".join(part.text for part in self.content)
 
 
-NAME = (
-    "Names the request, together with `attempt_id`, in the whole daemon: printable text of 1 to 256 characters, or an "
-    "integer in 0..2⁶³-1"
-)
 MIN_TOKENS = (
     "No end before so many tokens: no end of sequence and no id of `stop_token_ids` is drawn, and no string of "
     "`stop` is looked for in their text"
@@ -239,7 +235,9 @@ class Generate(Strict):
     """Asks for an answer to exactly one of `prompt`, `messages` and `prompt_ids`."""
 
     type: Literal["generate"] = "generate"
-    id: RequestId = Field(description=NAME)
+    id: RequestId = Field(
+        description=f"Names the request, together with `attempt_id`, in the whole daemon: {ID_FORM}"
+    )
     attempt_id: AttemptId = Field(description="Tells a client's retries of one `id` apart")
     prompt: str | None = Field(default=None, min_length=1, description="Text, encoded as it is (no template)")
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
@@ -278,10 +276,10 @@ class Generate(Strict):
         le=INT64_MAX,
         description="Fixes the draws; null draws a seed, told in `gen_start`",
     )
-    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(
+    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]] = Field(
         default=[],
         max_length=16,
-        description="Strings of up to 1,024 characters that end the answer; they are cut from it",
+        description=f"Strings of up to {MAX_STOP_CHARS:,} characters that end the answer; they are cut from it",
     )
     stop_token_ids: TokenIds = Field(
         default=[], max_length=1024, description="Token ids that end the answer, `ignore_eos` or not"

@@ -269,7 +269,7 @@ class Server:
 
     def _check_accepting(self) -> None:
         if self._stopping.is_set():
-            raise ProtocolError("busy", "the daemon is shutting down", retryable=True)
+            raise _shutting_down()
 
     def _answer(self, peer: Peer, request: Request, work: Coroutine[Any, Any, Event]) -> asyncio.Task[None]:
         """Runs `work` and sends what it returns, or the error that it raises."""
@@ -280,9 +280,7 @@ class Server:
             except ProtocolError as error:
                 self._answer_error(peer, request, error)
             except asyncio.CancelledError:
-                self._answer_error(
-                    peer, request, ProtocolError("busy", "the daemon is shutting down", retryable=True)
-                )
+                self._answer_error(peer, request, _shutting_down())
                 raise
             except Exception as error:
                 self._answer_fault(peer, request, error)
@@ -346,3 +344,7 @@ class Server:
                 await face.close()
         if self.metrics_server is not None:
             await asyncio.to_thread(self.metrics_server.close)
+
+
+def _shutting_down() -> ProtocolError:
+    return ProtocolError("busy", "the daemon is shutting down", retryable=True)

@@ -109,8 +109,8 @@ def descend(
         known: set[tuple[str, int]] = set()
         while True:
             now = table.choose(key)
-            moves = [(move, each) for each in variants(key, now) if (move := changed(now, each)) is not None]
-            left = [(move, each) for move, each in moves if move not in known]
+            moves = [(changed(now, each), each) for each in variants(key, now)]
+            left = [(move, each) for move, each in moves if move and move not in known]
             if not left:
                 return
             move, each = left[0]
